@@ -1,0 +1,127 @@
+"""The ``quantize`` verb."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer import Option
+
+from quantforge.errors import UsageError
+
+Text = str | None
+Many = list[str] | None
+Switch = bool | None
+
+
+def quantize(
+    context: typer.Context,
+    model: Annotated[
+        Text, typer.Argument(metavar="MODEL", help="Local directory or hub id.", show_default=False)
+    ] = None,
+    bits: Annotated[int | None, Option("--bits", "-b", "--wbits", help="2, 3, 4 or 8. [4]")] = None,
+    group_size: Annotated[
+        Text,
+        Option("--group-size", "--groupsize", "--group_size", help="Columns that share a scale, auto, or -1. [auto]"),
+    ] = None,
+    method: Annotated[Text, Option(help="gptq, rtn, ... [gptq]")] = None,
+    symmetric: Annotated[Switch, Option("--sym/--asym", help="Fixed zero, or one per group. [sym]")] = None,
+    formats: Annotated[Many, Option("--format", metavar="NAMES", help="Comma separated. [compressed-tensors]")] = None,
+    output: Annotated[Text, Option("--output", "-o", help="Directory to make. [MODEL-w4g64-gptq]")] = None,
+    recipe: Annotated[Path | None, Option(help="YAML file; flags given here win over it.")] = None,
+    dataset: Annotated[Text, Option(help="Calibration text: file, directory, dataset id. [built in]")] = None,
+    subset: Annotated[Text, Option(help="Configuration of the dataset.")] = None,
+    split: Annotated[Text, Option(help="Split of the dataset.")] = None,
+    column: Annotated[Text, Option(help="Column that holds the text.")] = None,
+    nsamples: Annotated[int | None, Option(help="Calibration sequences. [128]")] = None,
+    seqlen: Annotated[int | None, Option(help="Tokens in a calibration sequence. [512]")] = None,
+    bos: Annotated[Literal["auto", "always", "never"] | None, Option(help="Start sequences with BOS. [auto]")] = None,
+    ignore: Annotated[
+        Many, Option(metavar="PATTERN", help="Sites to leave alone; re: begins a regex. Repeatable.")
+    ] = None,
+    option: Annotated[Many, Option("--option", metavar="KEY=VALUE", help="Of the method. Repeatable.")] = None,
+    act_order: Annotated[Switch, Option("--act-order/--no-act-order", help="Solve active inputs first.")] = None,
+    damping: Annotated[float | None, Option("--damping", "--damp", "--percdamp", help="Relative damping.")] = None,
+    sequential: Annotated[Literal["layer", "group"] | None, Option(help="When inputs are observed. [layer]")] = None,
+    scale_dtype: Annotated[Literal["auto", "float16", "bfloat16"] | None, Option(help="[auto]")] = None,
+    max_shard_size: Annotated[Text, Option(help="Largest file, such as 500MB. [5GB]")] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"] | None, Option(help="[auto]")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and write nothing.")] = False,
+    strict: Annotated[Switch, Option("--strict", help="Fail on any fallback or warning.")] = None,
+    trust_remote_code: Annotated[Switch, Option("--trust-remote-code", help="Run code from the checkpoint.")] = None,
+    allow_pickle: Annotated[Switch, Option("--allow-pickle", help="Read weights stored as pickles (.bin).")] = None,
+    as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
+    quiet: Annotated[bool, Option("--quiet", "-q", help="No progress.")] = False,
+) -> None:
+    """Quantize a checkpoint, verify the files by reading them back, and report what was done.
+
+    Stopped runs go on where they were: run the same command again.
+
+    \b
+    Examples:
+      quantforge quantize ./SmolLM2-135M --bits 4 --group-size 64
+      quantforge quantize ./SmolLM2-135M --bits 4 --dry-run
+      quantforge quantize org/model --dataset calib.jsonl --column text --format compressed-tensors,gptq
+      quantforge quantize org/model --recipe recipes/w4a16-gptq.yaml --asym -o ./out --json
+    """
+    from quantforge.cli.ui import Ui
+    from quantforge.recipe import read_recipe
+
+    ui = Ui(as_json=as_json, quiet=quiet)
+    resolved = read_recipe(recipe, _overrides(context.params))
+    ui.notes(resolved.notes)
+
+    from quantforge.pipeline.plan import make_plan  # torch comes with it, so a wrong recipe is refused before
+    from quantforge.pipeline.run import quantize as run
+
+    plan = make_plan(resolved.recipe)
+    if dry_run:
+        ui.plan(resolved, plan)
+        return
+    ui.notes(plan.notes)
+    ui.say(f"output: {plan.output}")
+    try:
+        report = ui.follow(run(resolved.recipe, plan))
+    except KeyboardInterrupt:
+        ui.insist("finished layers are kept; run the same command again to continue")
+        raise
+    ui.report(resolved, plan, report)
+
+
+_NOT_RECIPE = {"recipe", "option", "act_order", "damping", "dry_run", "as_json", "quiet"}
+
+
+def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
+    """The flags that were given, in the recipe's keys; what was not given is left to the file and the defaults."""
+    given = {key: value for key, value in flags.items() if value not in (None, [], ()) and key not in _NOT_RECIPE}
+    if "formats" in given:
+        names = ",".join(given["formats"]).split(",")
+        given["formats"] = tuple(name.strip() for name in names if name.strip())
+    if "ignore" in given:
+        given["ignore"] = tuple(given["ignore"])
+    if "group_size" in given:
+        given["group_size"] = _group_size(given["group_size"])
+    options = _options(flags.get("option") or [])
+    for key in ("act_order", "damping"):
+        if flags.get(key) is not None:
+            options[key] = flags[key]
+    return given | ({"options": options} if options else {})
+
+
+def _group_size(text: str) -> int | str:
+    try:
+        return int(text)
+    except ValueError:
+        return text  # `auto`, or something the recipe refuses in its own words
+
+
+def _options(pairs: list[str]) -> dict[str, Any]:
+    """``key=value`` pairs with values typed as YAML would; raises UsageError on anything else."""
+    from quantforge.recipe import parse_scalar
+
+    options = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key:
+            raise UsageError(f"--option takes KEY=VALUE, for example --option damping=0.01; got {pair!r}")
+        options[key.strip()] = parse_scalar(value)
+    return options

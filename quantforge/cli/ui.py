@@ -1,0 +1,347 @@
+"""Everything a user sees. Results go to stdout (as JSON when asked), progress and remarks to stderr.
+
+On a terminal a progress bar stays at the bottom; elsewhere (a file, a pipe) the same facts are plain lines.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+
+from quantforge import report as events
+from quantforge.recipe import ResolvedRecipe
+
+if TYPE_CHECKING:
+    from quantforge.evaluate.divergence import EvalResult
+    from quantforge.pipeline.describe import CheckpointDescription
+    from quantforge.pipeline.plan import Plan
+
+Advance = Callable[[str, int, int], None]
+
+
+def megabytes(size_bytes: int) -> str:
+    """``269.1 MB``, a megabyte being 10^6 bytes."""
+    return f"{size_bytes / 1e6:,.1f} MB"
+
+
+def _file_size(size_bytes: int) -> str:
+    return megabytes(size_bytes) if size_bytes >= 100_000 else f"{size_bytes:,} bytes"
+
+
+def duration(seconds: float) -> str:
+    """``0:07``, ``12:40``, ``3:02:11``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def gathered(remarks: Iterable[str]) -> list[str]:
+    """Remarks ``<site>: <what>`` that say the same about several sites become one; others stay as they are."""
+    sites: dict[str, list[str]] = {}
+    for remark in remarks:
+        site, colon, what = remark.partition(": ")
+        about_site = bool(colon) and " " not in site and "." in site
+        sites.setdefault(what if about_site else remark, []).extend([site] if about_site else [])
+    result = []
+    for what, names in sites.items():
+        more = f" and {len(names) - 1} more sites" if len(names) > 1 else ""
+        result.append(f"{names[0]}{more}: {what}" if names else what)
+    return result
+
+
+class Ui:
+    """Renders one command. `out` and `err` are stdout and stderr unless a test gives others."""
+
+    def __init__(
+        self, *, as_json: bool = False, quiet: bool = False, out: Console | None = None, err: Console | None = None
+    ) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+        self.out = out or Console(markup=False, highlight=False, emoji=False)
+        self.err = err or Console(markup=False, highlight=False, emoji=False, stderr=True)
+        self._noted: set[str] = set()
+        self._verified: set[str] = set()
+
+    # -------------------------------------------------------------------------------------------- stderr
+
+    def say(self, text: str) -> None:
+        """A remark or a line of progress; silent under --quiet."""
+        if not self.quiet:
+            self.err.print(text, soft_wrap=True)
+
+    def insist(self, text: str) -> None:
+        """Something a user must hear, --quiet or not."""
+        self.err.print(text, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        """A warning, --quiet or not."""
+        self.insist(f"warning: {text.removeprefix('warning: ')}")
+
+    def notes(self, notes: Iterable[str]) -> None:
+        """Remarks, each said once however often it comes back."""
+        for note in notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                self.say(note if note.startswith("warning: ") else f"note: {note}")
+
+    @contextmanager
+    def progress(self) -> Iterator[Advance]:
+        """Gives a callback (what, done, total): a bar on a terminal, otherwise a line at each tenth of the way."""
+        if self.quiet or not self.err.is_terminal:
+            tenths: dict[str, int] = {}
+
+            def lines(what: str, done: int, total: int) -> None:
+                tenth = 10 * done // total if total else 10
+                if tenths.get(what) != tenth:
+                    tenths[what] = tenth
+                    self.say(f"{what} {done}/{total}")
+
+            yield lines
+            return
+        with _bar(self.err) as bar:
+            tasks: dict[str, TaskID] = {}
+
+            def advance(what: str, done: int, total: int) -> None:
+                if what not in tasks:
+                    tasks[what] = bar.add_task(what, total=total, remark="")
+                bar.update(tasks[what], completed=done, total=total)
+
+            yield advance
+
+    def follow(self, run: Iterable[events.Event]) -> events.RunReport:
+        """Render a run while it goes on, one line a layer; returns its report."""
+        view = _RunView(self)
+        if self.quiet or not self.err.is_terminal:
+            for event in run:
+                view.show(event)
+        else:
+            with _bar(self.err) as bar:
+                view.bar = bar
+                for event in run:
+                    view.show(event)
+        self._verified = view.verified
+        assert view.finished is not None, "a run ends with RunFinished"
+        return view.finished
+
+    # -------------------------------------------------------------------------------------------- stdout
+
+    def _json(self, data: Any) -> None:
+        self.out.file.write(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n")
+        self.out.file.flush()
+
+    def _facts(self, facts: Iterable[tuple[str, str]]) -> None:
+        for name, value in facts:
+            self.out.print(f"{name:<12}{value}", soft_wrap=True)
+
+    def plan(self, resolved: ResolvedRecipe, plan: "Plan") -> None:
+        """What would be done, by `--dry-run`."""
+        if self.as_json:
+            self._json(_document(resolved, plan, None))
+            return
+        self._facts(
+            [
+                ("model", f"{resolved.recipe.model} ({plan.model_type}, {plan.layers} layers)"),
+                ("method", f"{plan.method}, {plan.spec.label()}"),
+                ("formats", ", ".join(plan.formats)),
+                ("size", _sizes(plan.source_bytes, plan.estimated_bytes, plan.bits_per_weight) + " (estimated)"),
+                ("output", f"{plan.output} (not written: this is a dry run)"),
+            ]
+        )
+        rows = Counter((_leaf(site.name), site.out_features, site.in_features) for site in plan.sites)
+        self._table(
+            ("site", "count", "out x in"),
+            [(leaf, str(count), f"{rows_out} x {columns}") for (leaf, rows_out, columns), count in rows.items()],
+        )
+        self._kept(plan.kept)
+        for note in (*resolved.notes, *plan.notes):
+            self._facts([("note", note)])
+
+    def report(self, resolved: ResolvedRecipe, plan: "Plan", report: events.RunReport) -> None:
+        """What was done."""
+        if self.as_json:
+            self._json(_document(resolved, plan, report))
+            return
+        ratios = [layer.loss_ratio for layer in report.layers if layer.loss_ratio is not None]
+        sites = [site for layer in report.layers for site in layer.sites]
+        weights = sum(site.out_features * site.in_features for site in sites)
+        bits = sum(site.bits_per_weight * site.out_features * site.in_features for site in sites) / max(weights, 1)
+        self._facts([("method", f"{report.method}, {report.spec_label}")])
+        if ratios:
+            self._facts([("loss", f"{sum(ratios) / len(ratios):.3f} x round to nearest (mean over layers)")])
+        for output in report.outputs:
+            size = _sizes(report.source_bytes, output.total_bytes, bits)
+            verified = ", read back and verified" if output.format in self._verified else ""
+            self._facts(
+                [("output", f"{output.path} ({output.format}, {output.tensors} tensors{verified})"), ("size", size)]
+            )
+        self._kept(report.kept)
+        for remark in gathered([*(f"{site.name}: {site.fallback}" for site in report.fallbacks), *report.warnings]):
+            self.warn(remark)
+
+    def evaluation(self, result: "EvalResult") -> None:
+        """Perplexity, and the distance to the reference; the protocol stands beside every number."""
+        if self.as_json:
+            self._json(result.to_json())
+            return
+        protocol = f"[{result.protocol}]"
+        self.notes(result.notes)
+        facts = [("perplexity", f"{result.ppl:.4f}{_error(result.ppl_se, 4)}  {protocol}")]
+        if (distance := result.divergence) is not None:
+            top1 = f"{100 * distance.top1:.2f}%{_error(100 * distance.top1_se, 2)}"
+            facts += [
+                ("reference", f"{distance.reference_ppl:.4f}  {protocol}"),
+                ("KL", f"{distance.kl:.5f}{_error(distance.kl_se, 5)} nats a token  {protocol}"),
+                ("top-1", f"{top1} agreement  {protocol}"),
+            ]
+        facts.append(("on", f"{result.source}: {result.predictions:,} predictions in {result.windows} windows"))
+        self._facts([*facts, ("+-", "one standard error")])
+
+    def description(self, found: "CheckpointDescription") -> None:
+        """What a checkpoint holds."""
+        if self.as_json:
+            self._json(found.to_json())
+            return
+        self._facts(
+            [
+                ("checkpoint", f"{found.path} ({found.model_type}, {found.parameters:,} parameters)"),
+                ("scheme", found.scheme),
+                ("format", found.format),
+                ("size", megabytes(found.total_bytes)),
+            ]
+        )
+        if found.quantized:
+            self._facts([("bits", f"{found.bits_per_weight:.3f} per quantized weight, scales and zeros included")])
+        rows = Counter((_leaf(s.name), tuple(s.shape), s.bits, s.group_size) for s in found.quantized)
+        self._table(
+            ("site", "count", "shape", "bits", "group"),
+            [
+                (leaf, str(count), " x ".join(map(str, shape)), str(bits), "row" if group is None else str(group))
+                for (leaf, shape, bits, group), count in rows.items()
+            ],
+        )
+        self._kept(found.kept)
+        self._table(("file", "size"), [(name, _file_size(size)) for name, size in found.files.items()])
+
+    def _kept(self, kept: dict[str, str]) -> None:
+        """Parameters left in floating point, by reason, a few names each."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in kept.items():
+            by_reason.setdefault(reason, []).append(name)
+        for reason, names in by_reason.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            self._facts([("kept", f"{', '.join(names[:3])}{more}: {reason}")])
+
+    def _table(self, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+        if not rows:
+            return
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        for row in (header, *rows):
+            line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            self.out.print(line.rstrip(), soft_wrap=True)
+
+
+class _RunView:
+    """Turns the events of a run into lines; with `bar`, keeps it up to date as well."""
+
+    def __init__(self, ui: Ui) -> None:
+        self.ui = ui
+        self.bar: Progress | None = None
+        self.finished: events.RunReport | None = None
+        self.verified: set[str] = set()
+        self._task: TaskID | None = None
+        self._total = 0
+        self._done = 0
+        self._seconds: list[float] = []
+
+    def show(self, event: events.Event) -> None:
+        match event:
+            case events.RunStarted():
+                self._start(event)
+            case events.LayerStarted(layer=layer):
+                self._update(f"layer {layer + 1}/{self._total}")
+            case events.SiteDone(report=site):
+                self._update(f"layer {site.layer + 1}/{self._total} {_leaf(site.name)}")
+            case events.LayerDone():
+                self._layer(event)
+            case events.Assembling(format=name):
+                self._stage(f"writing {name}")
+            case events.Verifying(format=name):
+                self.verified.add(name)
+                self._stage(f"verifying {name}: reading it back")
+            case events.RunFinished(report=report):
+                self.finished = report
+
+    def _start(self, event: events.RunStarted) -> None:
+        self._total, self._done = event.layers, event.done
+        self.ui.notes(event.notes)
+        if event.done:
+            self.ui.say(f"resuming: {event.done} of {event.layers} layers were already done")
+        if self.bar is not None:
+            self._task = self.bar.add_task("starting", total=event.layers, completed=event.done, remark="")
+
+    def _layer(self, event: events.LayerDone) -> None:
+        """``layer 3/30  loss 0.412 x RTN  4.250 bits/weight  3.1 s  ETA 1:24``"""
+        report = event.report
+        self._done += 1
+        self._seconds.append(event.seconds)
+        eta = f"ETA {duration(sum(self._seconds) / len(self._seconds) * max(self._total - self._done, 0))}"
+        ratio = report.loss_ratio
+        parts = [
+            f"layer {report.layer + 1}/{self._total}",
+            "loss not measured" if ratio is None else f"loss {ratio:.3f} x RTN",
+            f"{report.bits_per_weight:.3f} bits/weight",
+            f"{event.seconds:.1f} s",
+        ]
+        self.ui.say("  ".join(parts if self.bar else [*parts, eta]))
+        fallbacks = [f"{site.name}: {site.fallback}" for site in report.sites if site.fallback is not None]
+        for remark in gathered([*fallbacks, *report.warnings]):
+            self.ui.say(f"  {remark}")
+        if self.bar is not None and self._task is not None:
+            self.bar.update(self._task, completed=self._done, remark=eta)
+
+    def _stage(self, text: str) -> None:
+        self.ui.say(text)
+        self._update(text)
+
+    def _update(self, text: str) -> None:
+        if self.bar is not None and self._task is not None:
+            self.bar.update(self._task, description=text)
+
+
+def _bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[remark]}", markup=False),
+        console=console,
+        transient=True,
+    )
+
+
+def _document(resolved: ResolvedRecipe, plan: "Plan", report: events.RunReport | None) -> dict[str, Any]:
+    """The JSON of `quantize`; `report` is null for a dry run."""
+    return {
+        "recipe": resolved.recipe.model_dump(mode="json"),
+        "notes": [*resolved.notes, *plan.notes],
+        "plan": plan.to_json(),
+        "report": None if report is None else report.to_json(),
+    }
+
+
+def _sizes(before_bytes: int, after_bytes: int, bits_per_weight: float) -> str:
+    return f"{megabytes(before_bytes)} -> {megabytes(after_bytes)}, {bits_per_weight:.3f} bits per quantized weight"
+
+
+def _error(standard_error: float | None, digits: int) -> str:
+    return "" if standard_error is None else f" +- {standard_error:.{digits}f}"
+
+
+def _leaf(name: str) -> str:
+    """The last part of a site's name that is not a number: ``q_proj``, ``down_proj``."""
+    parts = [part for part in name.split(".") if not part.isdigit() and part != "weight"]
+    return parts[-1] if parts else name

@@ -1,0 +1,147 @@
+"""GPTQ, versions 1 and 2: the layout of AutoGPTQ and GPTQModel.
+
+Per site (specification: GPTQModel's ``qlinear`` packers; bits 2, 3, 4, 8):
+
+| tensor | shape | dtype | content |
+|---|---|---|---|
+| qweight | [in * bits / 32, out] | int32 | codes, a dense bit stream along the input |
+| qzeros | [groups, out * bits / 32] | int32 | zeros, a stream along the output |
+| scales | [groups, out] | float16 | scales |
+| g_idx | [in] | int32 | group of each input, ``i // group_size`` |
+
+Version 1 stores zero - 1, which a zero of 0 would wrap; a checkpoint that has one is written as version 2
+(``checkpoint_format: gptq_v2``), which stores the zero itself.
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from quantforge import __version__
+from quantforge.errors import NumericsError
+from quantforge.formats import CheckpointFacts, Format, SiteShape
+from quantforge.numerics.bits import pack_codes, period
+from quantforge.quantized import QuantizedWeight
+from quantforge.spec import QuantSpec
+
+# Names under which servers fuse modules, and so ask whether a module is quantized.
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def problems(spec: QuantSpec, sites: list[SiteShape]) -> list[str]:
+    """Sites whose packed rows (in_features) or packed zeros (out_features) do not fill whole 32-bit words."""
+    multiple, _ = period(spec.bits)
+    found = []
+    for which in ("in_features", "out_features"):
+        ragged = [site for site in sites if getattr(site, which) % multiple]
+        if ragged:
+            shapes = ", ".join(f"{site.name} [{site.out_features}, {site.in_features}]" for site in ragged)
+            found.append(
+                f"gptq needs {which} to be a multiple of {multiple} at {spec.bits} bits (whole 32-bit words), "
+                f"which [out, in] is not at {shapes}; add these to ignore"
+            )
+    return found
+
+
+def encode(name: str, weight: QuantizedWeight, facts: CheckpointFacts) -> dict[str, torch.Tensor]:
+    """The tensors of one site, by checkpoint key. Raises NumericsError for scales that float16 cannot hold exactly."""
+    spec = weight.spec
+    zero = weight.zero
+    if not facts.has_zero_zero:
+        if not bool(zero.all()):
+            raise ValueError(f"{name}: a zero of 0 in a checkpoint said to have none; gptq version 1 cannot hold it")
+        zero = zero - 1
+    group_size = spec.group_size or weight.in_features
+    return {
+        f"{name}.qweight": pack_codes(weight.codes, spec.bits, dim=1).t().contiguous(),
+        f"{name}.qzeros": pack_codes(zero, spec.bits, dim=0).t().contiguous(),
+        f"{name}.scales": _as_float16(weight.scale, name).t().contiguous(),
+        f"{name}.g_idx": torch.arange(weight.in_features, dtype=torch.int32) // group_size,
+    }
+
+
+def _as_float16(scale: torch.Tensor, name: str) -> torch.Tensor:
+    stored = scale.to(torch.float16)
+    changed = stored.to(torch.float32) != scale.to(torch.float32)
+    if bool(changed.any()):
+        example = float(scale[changed][0])
+        raise NumericsError(
+            f"{name}: {int(changed.sum())} of {scale.numel()} scales cannot be stored in float16 exactly, such as "
+            f"{example:.9g}, which would become {float(stored[changed][0]):.9g}; solve with scale_dtype: float16"
+        )
+    return stored
+
+
+def config(facts: CheckpointFacts) -> dict[str, Any]:
+    """The same for config.json and quantize_config.json; ``dynamic`` only when modules other than a head are kept."""
+    spec = facts.spec
+    settings: dict[str, Any] = {
+        "quant_method": "gptq",
+        "bits": spec.bits,
+        "group_size": -1 if spec.group_size is None else spec.group_size,
+        "desc_act": False,
+        "sym": spec.symmetric,
+        "lm_head": any(_is_head(name) for name in facts.quantized),
+        "checkpoint_format": "gptq_v2" if facts.has_zero_zero else "gptq",
+        "true_sequential": True,
+        "static_groups": False,
+        "damp_percent": 0.01,
+        "meta": {"quantizer": [f"quantforge:{__version__}"]},
+    }
+    kept = [name for name in facts.kept if not _is_head(name)]
+    if kept:
+        settings["dynamic"] = {f"-:{rule}": {} for rule in _rules(kept, facts.quantized)}
+    return settings
+
+
+def side_files(facts: CheckpointFacts) -> dict[str, dict[str, Any]]:
+    """quantize_config.json, which older loaders read instead of config.json."""
+    return {"quantize_config.json": config(facts)}
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[2] == "lm_head"
+
+
+def _rules(kept: Iterable[str], quantized: Iterable[str]) -> list[str]:
+    """Regular expressions that match all `kept` module names, also as servers fuse them, and none of the `quantized`.
+
+    Names that differ in numbers only share one expression where that catches no quantized module.
+    """
+    taken = _with_fused(quantized)
+    lines = "\n".join(taken)
+    safe: dict[str, bool] = {}
+    rules: dict[str, None] = {}
+    for name in _with_fused(kept):
+        if name in taken:
+            continue  # a fused module of which some parts are quantized
+        exact = f"^{re.escape(name)}$"
+        general = re.sub(r"(?<=\.)\d+(?=\\\.|\$)", r"\\d+", exact)
+        if general not in safe:
+            safe[general] = re.search(general, lines, re.MULTILINE) is None
+        rules[general if safe[general] else exact] = None
+    return list(rules)
+
+
+def _with_fused(names: Iterable[str]) -> dict[str, None]:
+    """`names`, the fused modules all of whose parts are among them, and the containers of their experts, in order."""
+    known = dict.fromkeys(names)
+    for name in list(known):
+        parent, dot, leaf = name.rpartition(".")
+        for fused, parts in FUSED.items():
+            if leaf == parts[0] and all(f"{parent}{dot}{part}" in known for part in parts):
+                known[f"{parent}{dot}{fused}"] = None
+        known[re.sub(r"(\.experts)\.\d+\..*", r"\1", name)] = None
+    return known
+
+
+FORMAT = Format(
+    name="gptq",
+    summary="GPTQ v1, or v2 where a zero is 0: vLLM, SGLang, GPTQModel, transformers",
+    problems=problems,
+    encode=encode,
+    config=config,
+    side_files=side_files,
+)

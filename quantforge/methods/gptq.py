@@ -1,0 +1,206 @@
+"""GPTQ: round one input column after the other, each time correcting for the errors already made.
+
+Papers: GPTQ, arXiv 2210.17323; OBQ, arXiv 2208.11580. Minimizes tr((W-Q) H (W-Q)^T) greedily, H the damped gram.
+GPTQ spreads the error of a rounded column over the columns still to come with rows of U, the upper Cholesky factor of
+H^-1. Here the same corrections are pulled instead of pushed, as in LDLQ (QuIP, arXiv 2307.13304, which proves the two
+equal): with H = R R^T, R = U^-1 upper triangular, column j is rounded at
+
+    w_j + sum_{k<j} (w_k - q_k) R[k,j] / R[j,j]
+
+so one Cholesky factorization suffices and H is never inverted. Letters: W `weight`, Q the dequantized codes, H `gram`,
+R / diag(R) `feedback`, W - Q `error`. Inside the solver matrices are transposed, [in, out], so a column is contiguous.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantforge.errors import CalibrationError, NumericsError
+from quantforge.methods import Method, Option, OptionValue, Solution, WeightProblem
+from quantforge.numerics.grid import choose_codes, minmax_grid
+from quantforge.numerics.metrics import all_finite
+from quantforge.quantized import QuantizedWeight
+from quantforge.spec import QuantSpec
+
+FIRST_DAMPING = 1e-6
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """What a damped gram says about corrections.
+
+    Attributes:
+        feedback: [in, in], strictly upper triangular; entry [k, j] is how much of column k's error column j takes on.
+            None when no damping made the gram positive definite.
+        damping: relative damping, the one that worked or the last one tried.
+        damping_steps: times it was raised.
+    """
+
+    feedback: Tensor | None
+    damping: float
+    damping_steps: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rounding:
+    """Codes uint8 [out, in] (None without a factorization) and what it took to get them."""
+
+    codes: Tensor | None
+    factor: Factor
+    dead_inputs: int
+
+
+def solve(problem: WeightProblem) -> Solution:
+    """Round on the min-max grid of the original weight; a row on which round-to-nearest is better keeps that.
+
+    When no damping up to 1 makes the gram positive definite all rows are rounded to nearest and `fallback` says so.
+
+    Raises:
+        NumericsError: the weight or the gram is not finite.
+        CalibrationError: the gram is missing or has the wrong shape.
+    """
+    weight, gram = _checked(problem)
+    spec = problem.spec
+    scale, zero = minmax_grid(weight, spec)
+    nearest = choose_codes(weight, scale, zero, spec)
+    rounding = solve_on_grid(weight, gram, scale, zero, spec, problem.options)
+    factor = rounding.factor
+    if rounding.codes is None:
+        diagonal = gram.diagonal()
+        reason = (
+            f"gptq: the gram of {problem.tokens} tokens is not positive definite even at damping {factor.damping:g} "
+            f"(diagonal {float(diagonal.min()):.3g} to {float(diagonal.max()):.3g}); rounded to nearest"
+        )
+        quantized = QuantizedWeight(spec, nearest, scale, zero)
+        return Solution(quantized, None, factor.damping_steps, rounding.dead_inputs, reason)
+    solved = QuantizedWeight(spec, rounding.codes, scale, zero)
+    worse = _rows_worse(weight, solved, QuantizedWeight(spec, nearest, scale, zero), gram)
+    kept = QuantizedWeight(spec, torch.where(worse.unsqueeze(1), nearest, rounding.codes), scale, zero)
+    return Solution(kept, factor.damping, factor.damping_steps, rounding.dead_inputs)
+
+
+def solve_on_grid(
+    weight: Tensor, gram: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec, options: Mapping[str, OptionValue]
+) -> Rounding:
+    """GPTQ on a given grid, without comparing to round-to-nearest.
+
+    Inputs that were never active (zero on the diagonal of the gram) are cut off from all others: their weights are
+    rounded to nearest and correct nothing. With `act_order` columns are visited by descending diagonal but keep
+    the scale and zero of their group in the original order.
+
+    Args:
+        weight: [out, in], finite, float32 or float64; everything is computed in this dtype.
+        gram: [in, in], finite, symmetric.
+        scale, zero: [out, groups] as in `QuantizedWeight`.
+        options: all options of the method.
+    """
+    gram = gram.to(weight.dtype)
+    diagonal = gram.diagonal()
+    dead = diagonal == 0
+    dead_inputs = int(dead.sum())
+    if dead_inputs:
+        mean = float(diagonal.sum()) / max(1, len(diagonal) - dead_inputs)
+        gram = gram.masked_fill(dead | dead.unsqueeze(1), 0)
+        gram.diagonal().masked_fill_(dead, mean or 1.0)
+    order = torch.arange(len(diagonal), device=weight.device)
+    if options["act_order"]:
+        order = diagonal.argsort(descending=True, stable=True)
+        gram = gram.index_select(0, order).index_select(1, order)
+    factor = factorize(gram, float(options["damping"]))
+    if factor.feedback is None:
+        return Rounding(None, factor, dead_inputs)
+    codes = round_columns(weight, factor.feedback, order, scale, zero, spec, int(options["block_size"]))
+    return Rounding(codes, factor, dead_inputs)
+
+
+def factorize(gram: Tensor, damping: float) -> Factor:
+    """The feedback of ``gram + d * mean(diagonal) * I``, columns in visiting order, for the first d that works.
+
+    d starts at `damping` and grows tenfold up to 1; from 0 the next is FIRST_DAMPING.
+    """
+    ladder = [damping]
+    while ladder[-1] < 1:
+        ladder.append(min(1.0, float(f"{ladder[-1] * 10 or FIRST_DAMPING:.6g}")))
+    reversed_gram = gram.flip(0, 1)  # a copy; its factor L L^T, flipped back, is R R^T
+    diagonal = gram.diagonal().flip(0)
+    for step, level in enumerate(ladder):
+        reversed_gram.diagonal().copy_(diagonal + level * diagonal.mean())
+        lower, info = torch.linalg.cholesky_ex(reversed_gram)
+        if int(info) == 0:
+            feedback = (lower / lower.diagonal()).flip(0, 1)
+            if all_finite(feedback):
+                feedback.diagonal().zero_()
+                return Factor(feedback, level, step)
+    return Factor(None, ladder[-1], len(ladder) - 1)
+
+
+def round_columns(
+    weight: Tensor, feedback: Tensor, order: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec, block_size: int
+) -> Tensor:
+    """Codes uint8 [out, in], columns visited in `order`; `feedback` [in, in] is in that order, see `Factor`.
+
+    A block starts with one matrix product that brings in the errors of all blocks before it. Inside a block every
+    column reads the whole block: rows of `error` not reached yet hold finite weights and meet a feedback of zero.
+    """
+    out_features, in_features = weight.shape
+    error = weight.t().index_select(0, order)  # [in, out]; row j turns from w_j into w_j - q_j
+    target = error.clone()  # [in, out]; row j turns from w_j into the value to round, then into code - zero
+    scales = scale.to(weight.dtype).t().contiguous().unbind(0)  # groups x [out]
+    lows = (-zero.to(weight.dtype)).t().contiguous().unbind(0)
+    highs = (spec.code_max - zero.to(weight.dtype)).t().contiguous().unbind(0)
+    groups = (order // (in_features // len(scales))).tolist()
+    for start in range(0, in_features, block_size):
+        stop = min(start + block_size, in_features)
+        if start:
+            target[start:stop].addmm_(feedback[:start, start:stop].t(), error[:start])
+        block_errors = error[start:stop].t()  # [out, block]
+        inside = feedback[start:stop, start:stop].t().contiguous()  # [column, earlier column]
+        columns = zip(target[start:stop], error[start:stop], inside, groups[start:stop], strict=True)
+        for value, residual, row, group in columns:
+            value.addmv_(block_errors, row)
+            torch.div(value, scales[group], out=value)
+            value.round_()
+            torch.clamp(value, lows[group], highs[group], out=value)
+            torch.addcmul(residual, value, scales[group], value=-1, out=residual)
+    offsets = target.index_select(0, order.argsort()).t().reshape(out_features, len(scales), -1)  # [out, groups, group]
+    return (offsets + zero.unsqueeze(-1)).to(torch.uint8).reshape(out_features, in_features)
+
+
+def _checked(problem: WeightProblem) -> tuple[Tensor, Tensor]:
+    """Weight and gram without autograd history, finite and of matching shapes."""
+    in_features = problem.weight.shape[1]
+    if problem.gram is None or tuple(problem.gram.shape) != (in_features, in_features):
+        got = None if problem.gram is None else tuple(problem.gram.shape)
+        raise CalibrationError(f"{problem.name}: gptq needs a gram of shape {(in_features, in_features)}; got {got}")
+    weight, gram = problem.weight.detach(), problem.gram.detach()
+    for what, tensor in (("weights", weight), ("gram entries", gram)):
+        if not all_finite(tensor):
+            bad = int((~torch.isfinite(tensor)).sum())
+            raise NumericsError(f"{problem.name}: {bad} of {tensor.numel()} {what} are not finite")
+    return weight, gram
+
+
+def _rows_worse(weight: Tensor, solved: QuantizedWeight, nearest: QuantizedWeight, gram: Tensor) -> Tensor:
+    """Rows [out] on which `solved` has a strictly larger proxy loss than `nearest`.
+
+    The difference of the two losses, a H a^T - b H b^T = (a - b) H (a + b)^T, takes one product and no cancellation.
+    """
+    first, second = solved.dequantize().to(weight.dtype), nearest.dequantize().to(weight.dtype)
+    apart = second - first  # a - b
+    both = first.add_(second).sub_(weight, alpha=2)  # -(a + b)
+    return (apart @ gram.to(weight.dtype)).mul_(both).sum(dim=1) < 0
+
+
+METHOD = Method(
+    name="gptq",
+    summary="rounds column by column, correcting for the errors already made (arXiv 2210.17323)",
+    needs_gram=True,
+    solve=solve,
+    options={
+        "act_order": Option(True, "visit the inputs with the largest mean square first"),
+        "damping": Option(0.01, "added to the gram's diagonal, relative to its mean", minimum=0.0, maximum=1.0),
+        "block_size": Option(32, "columns between two matrix products; changes speed only", minimum=1),
+    },
+)

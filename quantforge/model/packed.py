@@ -1,0 +1,85 @@
+"""A quantized checkpoint seen as a float one: packed tensors are dequantized when they are read.
+
+Any checkpoint with a reader in `quantforge.readers` works, ours or another tool's; the packed tensors themselves are
+read, never a float copy.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantforge.errors import SourceError
+from quantforge.model.source import Checkpoint, TensorSource, open_checkpoint
+from quantforge.readers import DecodedWeight, Reader, Scheme, load_reader
+
+
+@dataclass(frozen=True)
+class PackedCheckpoint:
+    """Implements `source.TensorSource` over a quantized checkpoint.
+
+    Attributes:
+        checkpoint: the files.
+        reader: decodes the packed tensors.
+        sites: site name -> {suffix: key} of its packed tensors.
+        schemes: what the config says about each site.
+    """
+
+    checkpoint: Checkpoint
+    reader: Reader
+    sites: dict[str, dict[str, str]]
+    schemes: dict[str, Scheme]
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoint.path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.checkpoint.config
+
+    def keys(self) -> list[str]:
+        """The keys of the float checkpoint: ``<site>.weight`` stands for a site's packed tensors."""
+        packed = {key for parts in self.sites.values() for key in parts.values()}
+        return [key for key in self.checkpoint.keys() if key not in packed] + [f"{site}.weight" for site in self.sites]
+
+    def is_packed(self, key: str) -> bool:
+        return key.removesuffix(".weight") in self.sites
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self.read(key).shape) if self.is_packed(key) else self.checkpoint.shape(key)
+
+    def read(self, key: str) -> torch.Tensor:
+        """A float tensor; a site's weight is float32 [out, in], dequantized from its packed tensors."""
+        return self.decode(key.removesuffix(".weight")).dequantize() if self.is_packed(key) else self.checkpoint.read(key)
+
+    def decode(self, site: str) -> DecodedWeight:
+        """Codes, scales and zeros of one site."""
+        tensors = {suffix: self.checkpoint.read(key) for suffix, key in self.sites[site].items()}
+        return self.reader.decode(tensors, self.schemes[site], site)
+
+
+def open_any(model: str | Path, *, allow_pickle: bool = False) -> TensorSource:
+    """Open a float or quantized checkpoint; SourceError when it is quantized in a way no reader knows."""
+    checkpoint = open_checkpoint(model, allow_pickle=allow_pickle)
+    config = quantization_config(checkpoint)
+    if config is None:
+        return checkpoint
+    reader = load_reader(str(config.get("quant_method")))
+    sites = reader.group_keys(checkpoint.keys())
+    if not sites:
+        raise SourceError(f"{checkpoint.path}: config.json says {config.get('quant_method')}, but nothing is packed")
+    return PackedCheckpoint(checkpoint, reader, sites, {site: reader.scheme(config, site) for site in sites})
+
+
+def quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The config's ``quantization_config``, also where multimodal models keep it; None for a float checkpoint."""
+    text = checkpoint.config.get("text_config")
+    for config in (checkpoint.config, text if isinstance(text, dict) else {}):
+        found = config.get("quantization_config")
+        if isinstance(found, dict):
+            return found
+        if found is not None:
+            raise SourceError(f"{checkpoint.path}: quantization_config is a {type(found).__name__}, not an object")
+    return None

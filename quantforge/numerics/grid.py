@@ -1,0 +1,98 @@
+"""Scales and zeros that can be stored, and the codes nearest to a weight on such a grid.
+
+The scale is rounded to its stored dtype first; zeros and codes are then chosen against that value, so what is measured
+is what a file holds. A grid rule is a choice of ranges: it hands ``low`` and ``high`` per group to `grid_from_range`.
+"""
+
+import torch
+from torch import Tensor
+
+from quantforge.errors import NumericsError
+from quantforge.numerics.metrics import all_finite
+from quantforge.quantized import SCALE_DTYPES
+from quantforge.spec import QuantSpec, ScaleDtype
+
+SMALLEST_SCALE = 2.0**-24
+"""Smallest positive float16, exact in bfloat16 too."""
+
+LARGEST_SCALE = {"float16": 65504.0, "bfloat16": 65280.0}
+"""Largest finite float16, and the largest bfloat16 that float16 can hold."""
+
+
+def store_scale(scale: Tensor, scale_dtype: ScaleDtype) -> Tensor:
+    """Round `scale` to its stored dtype, saturating at the ends; the result is positive, finite and a float16 number.
+
+    A bfloat16 scale is rounded to float16 on the way: fewer significant bits of a float16 number are still one.
+    Raises NumericsError when a scale is not finite.
+    """
+    if not all_finite(scale):
+        raise NumericsError(f"{int((~torch.isfinite(scale)).sum())} of {scale.numel()} scales are not finite")
+    half = scale.clamp(SMALLEST_SCALE, LARGEST_SCALE[scale_dtype]).to(torch.float16)
+    return half.to(SCALE_DTYPES[scale_dtype])
+
+
+def _next_scale(stored: Tensor, scale_dtype: ScaleDtype) -> Tensor:
+    """The next larger storable scale (the largest one stays)."""
+    larger = (stored.view(torch.int16) + 1).view(stored.dtype).to(torch.float32)
+    larger = torch.maximum(larger, stored.to(torch.float32) + SMALLEST_SCALE)  # float16 subnormals are this far apart
+    return store_scale(larger.clamp(max=LARGEST_SCALE[scale_dtype]), scale_dtype)
+
+
+def grid_from_range(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The grid of each range, extended to include 0.
+
+    A symmetric grid spans ``2 * max(high, -low)``, an asymmetric one ``high - low``, both in 2^bits - 1 steps. A scale
+    that rounding made so small that the range no longer fits takes the next larger storable value. Everything inside
+    the range is then at most one scale from its code: half a step of rounding, half a step of clipping.
+
+    Args:
+        low, high: [out, groups], finite, float32 or float64.
+    Returns:
+        scale [out, groups] in the stored dtype, zero uint8 [out, groups]. A range of width 0 gets scale 1, which
+        reproduces zeros exactly.
+    Raises:
+        NumericsError: a range is not finite, or too wide for the largest storable scale.
+    """
+    low, high = low.clamp(max=0), high.clamp(min=0)
+    span = 2 * torch.maximum(high, -low) if spec.symmetric else high - low
+    scale = store_scale(span / spec.code_max, spec.scale_dtype)
+    too_short = span / scale.to(span.dtype) > spec.code_max + 0.5
+    scale = torch.where(too_short, _next_scale(scale, spec.scale_dtype), scale)
+    scale = scale.masked_fill(span == 0, 1.0)
+    unstored = span / scale.to(span.dtype) > spec.code_max + 0.5
+    if bool(unstored.any()):
+        raise NumericsError(
+            f"{int(unstored.sum())} groups span up to {float(span.max()):.4g}; a {spec.bits}-bit grid with "
+            f"{spec.scale_dtype} scales reaches {spec.code_max * LARGEST_SCALE[spec.scale_dtype]:.4g}"
+        )
+    if spec.symmetric:
+        return scale, torch.full_like(scale, spec.symmetric_zero, dtype=torch.uint8)
+    zero = (-low / scale.to(low.dtype)).round().clamp(0, spec.code_max)
+    return scale, zero.to(torch.uint8)
+
+
+def minmax_grid(weight: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The grid that covers the smallest to the largest weight of each group.
+
+    Args:
+        weight: [out, in], finite, any floating dtype; `in` a multiple of the group size.
+    Returns:
+        scale [out, groups] in the stored dtype, zero uint8 [out, groups]; see `grid_from_range`.
+    """
+    out_features, in_features = weight.shape
+    grouped = weight.detach().reshape(out_features, spec.groups(in_features), -1)  # [out, groups, group]
+    low, high = grouped.aminmax(dim=-1)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return grid_from_range(low.to(dtype), high.to(dtype), spec)
+
+
+def choose_codes(weight: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Tensor:
+    """The nearest code of every weight, uint8 [out, in]: ``clamp(round(w / scale) + zero)``, ties to even.
+
+    Computed in the dtype of `weight` [out, in], which must be finite; `scale` and `zero` are [out, groups].
+    """
+    out_features, in_features = weight.shape
+    grouped = weight.detach().reshape(out_features, scale.shape[1], -1)  # [out, groups, group]
+    steps = (grouped / scale.to(weight.dtype).unsqueeze(-1)).round_()
+    codes = steps.add_(zero.unsqueeze(-1)).clamp_(0, spec.code_max)
+    return codes.to(torch.uint8).reshape(out_features, in_features)

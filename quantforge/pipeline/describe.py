@@ -1,0 +1,92 @@
+"""What a checkpoint holds, from its config and headers; no weights are read."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quantforge.model.packed import PackedCheckpoint, open_any, quantization_config
+from quantforge.model.sites import ModelLayout
+from quantforge.model.source import DTYPES, Checkpoint
+from quantforge.model.streamed import StreamedModel
+
+
+@dataclass(frozen=True)
+class SiteRow:
+    """One quantized matrix, shape [out, in]; `bits_per_weight` counts every byte stored for it."""
+
+    name: str
+    shape: tuple[int, int]
+    bits: int
+    group_size: int | None
+    bits_per_weight: float
+
+
+@dataclass(frozen=True)
+class CheckpointDescription:
+    """Attributes are what `inspect` prints; `kept` maps each matrix left in floating point to the reason."""
+
+    path: str
+    model_type: str
+    scheme: str
+    format: str
+    parameters: int
+    total_bytes: int
+    bits_per_weight: float
+    quantized: tuple[SiteRow, ...]
+    kept: dict[str, str]
+    files: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def describe_checkpoint(path: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> CheckpointDescription:
+    """Describe a float or quantized checkpoint; raises SourceError when its files are inconsistent."""
+    source = open_any(path, allow_pickle=allow_pickle)
+    layout: ModelLayout = StreamedModel(source, trust_remote_code=trust_remote_code).layout
+    checkpoint = source.checkpoint if isinstance(source, PackedCheckpoint) else source
+    assert isinstance(checkpoint, Checkpoint)
+    rows: tuple[SiteRow, ...] = ()
+    scheme = "not quantized"
+    kept = dict(layout.kept)
+    if isinstance(source, PackedCheckpoint):
+        rows = tuple(_row(source, layout))
+        counted = Counter(scheme.label() for scheme in source.schemes.values())
+        scheme = "; ".join(f"{label}: {count} sites" for label, count in counted.most_common())
+    packed = {row.name for row in rows}
+    kept |= {f"{site.module}.weight": "left in floating point" for site in layout.sites if site.name not in packed}
+    weights = sum(row.shape[0] * row.shape[1] for row in rows)
+    stored_bits = sum(row.bits_per_weight * row.shape[0] * row.shape[1] for row in rows)
+    config = quantization_config(checkpoint) or {}
+    packed_keys = {key for parts in source.sites.values() for key in parts.values()} if rows else set()  # type: ignore[union-attr]
+    floats = sum(
+        info.total_bytes // DTYPES[info.dtype].itemsize
+        for key, info in checkpoint.tensors.items()
+        if key not in packed_keys
+    )
+    return CheckpointDescription(
+        path=str(path),
+        model_type=str(checkpoint.config.get("model_type", "unknown")),
+        scheme=scheme,
+        format=str(config.get("quant_method", "safetensors")),
+        parameters=floats + weights,
+        total_bytes=sum(file.stat().st_size for file in checkpoint.path.iterdir() if file.is_file()),
+        bits_per_weight=stored_bits / weights if weights else 0.0,
+        quantized=rows,
+        kept=kept,
+        files={file.name: file.stat().st_size for file in sorted(checkpoint.path.iterdir()) if file.is_file()},
+    )
+
+
+def _row(source: PackedCheckpoint, layout: ModelLayout) -> list[SiteRow]:
+    shapes = {site.name: (site.out_features, site.in_features) for site in layout.sites}
+    rows = []
+    for name, parts in source.sites.items():
+        shape = shapes.get(name)
+        if shape is None:  # a head or another matrix outside the decoder layers that some tool quantized
+            codes = source.decode(name).codes.shape
+            shape = (int(codes[0]), int(codes[1]))
+        stored = sum(source.checkpoint.tensors[key].total_bytes for key in parts.values())
+        scheme = source.schemes[name]
+        rows.append(SiteRow(name, shape, scheme.bits, scheme.group_size, 8 * stored / (shape[0] * shape[1])))
+    return rows

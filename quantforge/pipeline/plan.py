@@ -1,0 +1,253 @@
+"""What a run will do, decided from config.json and tensor headers before any weight is read; every problem at once."""
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quantforge.errors import PlanError, UsageError
+from quantforge.formats import SiteShape, load_format
+from quantforge.methods import Method, OptionValue, load_method
+from quantforge.model.sites import LinearSite, ModelLayout
+from quantforge.model.source import Checkpoint, open_checkpoint
+from quantforge.model.streamed import StreamedModel
+from quantforge.recipe import Recipe, default_output
+from quantforge.spec import QuantSpec, ScaleDtype
+
+GROUP_SIZES = (128, 64, 32)
+OFFERED_GROUP_SIZES = (256, 128, 96, 64, 48, 32, 16)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything `run.quantize` needs.
+
+    Attributes:
+        streamed: the model's skeleton over its checkpoint; no weights are loaded.
+        sites: the sites to quantize, all with `spec`.
+        kept: parameter -> why it stays in floating point.
+        notes: what was decided for the user and should be announced.
+    """
+
+    checkpoint: Checkpoint
+    streamed: StreamedModel
+    spec: QuantSpec
+    solver: Method
+    options: dict[str, OptionValue]
+    formats: tuple[str, ...]
+    output: Path
+    sites: tuple[LinearSite, ...]
+    kept: dict[str, str]
+    kept_linears: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def method(self) -> str:
+        return self.solver.name
+
+    @property
+    def model_type(self) -> str:
+        return str(self.checkpoint.config.get("model_type", "unknown"))
+
+    @property
+    def layers(self) -> int:
+        return self.streamed.layout.layers
+
+    @property
+    def source_bytes(self) -> int:
+        return self.checkpoint.total_bytes
+
+    @property
+    def weights(self) -> int:
+        """Weights that will be quantized."""
+        return sum(site.out_features * site.in_features for site in self.sites)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Mean stored bits of a quantized weight, scales and zeros included."""
+        return sum(
+            self.spec.bits_per_weight(site.in_features) * site.out_features * site.in_features for site in self.sites
+        ) / max(1, self.weights)
+
+    @property
+    def estimated_bytes(self) -> int:
+        """Tensor bytes of one export: quantized sites at their stored bits, everything else as it is."""
+        replaced = {f"{site.name}.weight" for site in self.sites}
+        rest = sum(info.total_bytes for key, info in self.checkpoint.tensors.items() if key not in replaced)
+        return rest + round(self.bits_per_weight * self.weights / 8)
+
+    def output_of(self, format_name: str) -> Path:
+        """Where an export goes: the output directory itself, or one directory a format inside it when there are several."""
+        return self.output if len(self.formats) == 1 else self.output / format_name
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model_type": self.model_type,
+            "method": self.method,
+            "options": self.options,
+            "spec": self.spec.label(),
+            "bits": self.spec.bits,
+            "group_size": self.spec.group_size,
+            "symmetric": self.spec.symmetric,
+            "scale_dtype": self.spec.scale_dtype,
+            "formats": list(self.formats),
+            "output": str(self.output),
+            "layers": self.layers,
+            "sites": [
+                {"name": s.name, "layer": s.layer, "out_features": s.out_features, "in_features": s.in_features}
+                for s in self.sites
+            ],
+            "kept": self.kept,
+            "notes": list(self.notes),
+            "source_bytes": self.source_bytes,
+            "estimated_bytes": self.estimated_bytes,
+            "bits_per_weight": self.bits_per_weight,
+        }
+
+
+def make_plan(recipe: Recipe) -> Plan:
+    """Decide everything that can be decided without weights; raises PlanError with every problem found."""
+    solver = load_method(recipe.method)
+    options = solver.resolve(recipe.options)
+    formats = tuple(load_format(name) for name in recipe.formats)
+    if len(set(recipe.formats)) != len(recipe.formats):
+        raise UsageError(f"a format is given twice: {', '.join(recipe.formats)}")
+    checkpoint = open_checkpoint(recipe.model, allow_pickle=recipe.allow_pickle)
+    if "quantization_config" in checkpoint.config:
+        method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
+        raise PlanError([f"{checkpoint.path} is already quantized ({method}); start from the original checkpoint"])
+    device = choose_device(recipe.device)
+    streamed = StreamedModel(checkpoint, device, trust_remote_code=recipe.trust_remote_code)
+    layout = streamed.layout
+
+    problems: list[str] = []
+    notes: list[str] = []
+    sites, ignored = _apply_ignore(layout, recipe.ignore, problems)
+    group_size = _choose_group_size(recipe.group_size, sites, problems, notes)
+    scale_dtype = _choose_scale_dtype(recipe, checkpoint, notes)
+    spec = QuantSpec(recipe.bits, group_size, recipe.symmetric, scale_dtype)
+    if not sites:
+        problems.append(f"nothing to quantize: {len(layout.sites)} linear layers found, all of them ignored")
+    if not problems:
+        shapes = [SiteShape(s.name, s.out_features, s.in_features, s.kind) for s in sites]
+        for chosen in formats:
+            problems += [f"{chosen.name}: {problem}" for problem in chosen.problems(spec, shapes)]
+    if problems:
+        raise PlanError(problems)
+    if device != "cpu":
+        notes.append(f"computing on {device}")
+    _note_unusual(layout, notes)
+    return Plan(
+        checkpoint=checkpoint,
+        streamed=streamed,
+        spec=spec,
+        solver=solver,
+        options=options,
+        formats=recipe.formats,
+        output=Path(recipe.output or default_output(recipe, group_size)),
+        sites=tuple(sites),
+        kept=layout.kept | {f"{site.module}.weight": "ignored by the recipe" for site in ignored},
+        kept_linears=layout.kept_linears + tuple(site.name for site in ignored),
+        notes=tuple(notes),
+    )
+
+
+def choose_device(name: str) -> str:
+    """``auto`` becomes cuda or mps when torch can use one, else cpu; a device that is not there is a UsageError."""
+    import torch
+
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        return next(device for device in ("cuda", "mps", "cpu") if available[device])
+    if not available[name]:
+        raise UsageError(f"--device {name}: torch {torch.__version__} sees no such device; use --device cpu or auto")
+    return name
+
+
+def matches(pattern: str, name: str) -> bool:
+    """True when a site name fits a pattern: a shell pattern, or a regular expression after ``re:``."""
+    if pattern.startswith("re:"):
+        try:
+            return re.search(pattern[3:], name) is not None
+        except re.error as error:
+            raise UsageError(f"--ignore {pattern}: not a regular expression: {error}") from error
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def _apply_ignore(
+    layout: ModelLayout, patterns: Iterable[str], problems: list[str]
+) -> tuple[list[LinearSite], list[LinearSite]]:
+    ignored: set[str] = set()
+    everything = [site.name for site in layout.sites] + list(layout.kept_linears)
+    for pattern in patterns:
+        found = {name for name in everything if matches(pattern, name)}
+        if not found:
+            problems.append(
+                f"--ignore {pattern} matches no linear layer; the names look like {everything[0] if everything else '-'}"
+            )
+        ignored |= found
+    sites = [site for site in layout.sites if site.name not in ignored]
+    return sites, [site for site in layout.sites if site.name in ignored]
+
+
+def _choose_group_size(
+    asked: int | str, sites: list[LinearSite], problems: list[str], notes: list[str]
+) -> int | None:
+    """The group size in force; None is one scale a row. One that is given is obeyed or refused, never changed."""
+    widths = Counter(site.in_features for site in sites)
+    if asked == "auto":
+        fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
+        if fitting:
+            notes.append(f"group size {fitting[0]}: {_why_chosen(fitting[0], widths)}")
+            return fitting[0]
+        problems.append(
+            f"no group size of {', '.join(map(str, GROUP_SIZES))} divides every site's input width "
+            f"({', '.join(map(str, sorted(widths)))}). {_alternatives(widths)}"
+        )
+        return None
+    size = int(asked)
+    if size == -1:
+        return None
+    offending = [site for site in sites if site.in_features % size]
+    if offending:
+        lines = [f"  {site.name}: {site.in_features} inputs" for site in offending]
+        problems.append(
+            f"group size {size} does not divide the input width of {len(offending)} sites. {_alternatives(widths)}\n"
+            + "\n".join(lines)
+        )
+    return size
+
+
+def _why_chosen(size: int, widths: Counter[int]) -> str:
+    larger = [s for s in GROUP_SIZES if s > size]
+    if not larger:
+        return "it divides every site's input width"
+    blockers = sorted(width for width in widths if width % larger[-1])
+    return f"{larger[-1]} does not divide an input width of {', '.join(map(str, blockers[:3]))}"
+
+
+def _alternatives(widths: Counter[int]) -> str:
+    fitting = [size for size in OFFERED_GROUP_SIZES if all(width % size == 0 for width in widths)]
+    offers = "".join(f" --group-size {size}," for size in fitting)
+    return f"These fit all sites:{offers} or --group-size -1 (one scale per output channel)."
+
+
+def _choose_scale_dtype(recipe: Recipe, checkpoint: Checkpoint, notes: list[str]) -> ScaleDtype:
+    """Scales in the model's own 16-bit dtype; float32 models are served in float16, so float16 for them."""
+    if recipe.scale_dtype != "auto":
+        return recipe.scale_dtype
+    text = checkpoint.config.get("text_config") or {}
+    dtype = next(
+        (str(c[key]) for c in (checkpoint.config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "float32"
+    )
+    return "bfloat16" if dtype == "bfloat16" else "float16"
+
+
+def _note_unusual(layout: ModelLayout, notes: list[str]) -> None:
+    reasons = Counter(layout.kept.values())
+    for reason, count in sorted(reasons.items()):
+        if reason not in ("embedding", "output head"):
+            notes.append(f"{count} tensors kept as they are: {reason}")

@@ -1,0 +1,296 @@
+"""The run: observe, solve and commit one decoder layer after another, then write, verify and publish."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantforge import __version__
+from quantforge.calibration import CalibrationSet, build_calibration
+from quantforge.errors import NumericsError, QuantforgeError, WorkspaceError
+from quantforge.formats import CheckpointFacts, load_format
+from quantforge.model.observe import InputGroup, input_groups, observe
+from quantforge.model.streamed import StreamedPass
+from quantforge.model.tokenizer import load_tokenizer
+from quantforge.pipeline.plan import Plan
+from quantforge.pipeline.solve import put_back, solve_sites
+from quantforge.pipeline.verify import verify_checkpoint
+from quantforge.pipeline.workspace import Workspace, sync_directory
+from quantforge.pipeline.writer import write_checkpoint, write_json
+from quantforge.quantized import QuantizedWeight
+from quantforge.recipe import Recipe
+from quantforge.report import (
+    Assembling,
+    Event,
+    LayerDone,
+    LayerReport,
+    LayerStarted,
+    OutputReport,
+    RunFinished,
+    RunReport,
+    RunStarted,
+    SiteDone,
+    SiteReport,
+    Verifying,
+)
+
+REPORT_FILE = "quantforge.json"
+FALLBACK_LIMIT = 0.5
+
+
+def quantize(recipe: Recipe, plan: Plan) -> Iterator[Event]:
+    """Carry out a plan. The last event is RunFinished; by then the output is verified and under its final name.
+
+    Interrupted at any moment, the same call continues from the last committed layer and gives the same bytes. Raises
+    QuantforgeError subclasses; nothing is published unless everything succeeded.
+    """
+    calibration = _calibration(recipe, plan)
+    fingerprint = _fingerprint(recipe, plan, calibration)
+    work = plan.output.with_name(plan.output.name + ".partial")
+    if plan.output.exists():
+        yield from _already_published(plan, fingerprint, work)
+        return
+    with Workspace.open(work, plan.spec, fingerprint) as workspace:
+        done = workspace.done()
+        notes = calibration.notes if calibration is not None else ()
+        yield RunStarted(plan.layers, done, notes)
+        yield from _quantize_layers(recipe, plan, workspace, calibration)
+        report = _report(plan, workspace, calibration)
+        _refuse_if_strict(recipe, report)
+        staged = workspace.fresh_output()
+        outputs: list[OutputReport] = []
+        for name in plan.formats:
+            directory = staged if len(plan.formats) == 1 else staged / name
+            directory.mkdir(exist_ok=True)
+            yield Assembling(name)
+            tensors = _write(directory, name, recipe, plan, workspace, report, fingerprint)
+            yield Verifying(name)
+            verify_checkpoint(directory, plan, workspace)
+            outputs.append(OutputReport(name, str(plan.output_of(name)), directory_bytes(directory), tensors))
+        if len(plan.formats) > 1:
+            write_json(staged / REPORT_FILE, {"fingerprint": fingerprint})
+        if plan.output.exists():
+            raise WorkspaceError(f"{plan.output} appeared during the run; the finished output is in {staged}")
+        os.rename(staged, plan.output)
+        sync_directory(plan.output.resolve().parent)
+        workspace.discard()
+    yield RunFinished(replace(report, outputs=tuple(outputs)))
+
+
+def directory_bytes(directory: Path) -> int:
+    """Bytes of all files below a directory."""
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
+# ------------------------------------------------------------------------------------------------ layers
+
+
+def _quantize_layers(
+    recipe: Recipe, plan: Plan, workspace: Workspace, calibration: CalibrationSet | None
+) -> Iterator[Event]:
+    done = workspace.done()
+    if done == plan.layers:
+        return
+    run: StreamedPass | None = None
+    if calibration is not None:
+        run = plan.streamed.begin(calibration.tokens)
+        plan.streamed.drop_outer()
+        if done:
+            run.hidden = workspace.hidden(done)
+    for index in range(done, plan.layers):
+        started = time.monotonic()
+        yield LayerStarted(index)
+        layer = plan.streamed.load_layer(index)
+        sites = {site.module: site for site in plan.sites if site.layer == index}
+        modules = {site.module: plan.streamed.model.get_submodule(site.module) for site in sites.values()}
+        weights: dict[str, QuantizedWeight] = {}
+        reports: list[SiteReport] = []
+        for group in _stages(recipe, run, index, modules):
+            solved = solve_sites(plan, [sites[name] for name in group.names], modules, group)
+            for site, weight, report in solved:
+                put_back(modules[site.module], weight)
+                weights[site.name] = weight
+                reports.append(report)
+                yield SiteDone(report)
+        if run is not None and index + 1 < plan.layers:
+            run.advance(index)
+            _require_finite(run.hidden, index)
+        del layer
+        plan.streamed.drop_layer(index)
+        layer_report = LayerReport(index, tuple(reports), tuple(_warnings(reports)))
+        last = index + 1 == plan.layers
+        workspace.commit(index, weights, layer_report, None if run is None or last else run.hidden)
+        yield LayerDone(layer_report, time.monotonic() - started)
+
+
+def _stages(
+    recipe: Recipe, run: StreamedPass | None, index: int, modules: Mapping[str, nn.Module]
+) -> Iterator[InputGroup]:
+    """Input groups with their statistics; by group, each is observed after the earlier ones were quantized."""
+    if not modules:
+        return
+    if run is None:
+        for name in modules:
+            yield InputGroup((name,), torch.empty(0), 0)
+    elif recipe.sequential == "layer":
+        yield from observe(run, index, modules)
+    else:
+        for names in input_groups(run, index, modules):
+            yield from observe(run, index, {name: modules[name] for name in names})
+
+
+def _require_finite(hidden: torch.Tensor, layer: int) -> None:
+    if not bool(torch.isfinite(hidden).all()):
+        bad = int((~torch.isfinite(hidden)).any(-1).sum())
+        raise NumericsError(f"layer {layer}: the output is not finite for {bad} of {hidden[..., 0].numel()} tokens")
+
+
+def _warnings(reports: Sequence[SiteReport]) -> Iterator[str]:
+    for report in reports:
+        if report.fallback is not None:
+            yield f"{report.name}: {report.fallback}"
+        elif report.damping_steps:
+            yield f"{report.name}: damping raised {report.damping_steps} times, to {report.damping}"
+        if 0 < report.tokens < report.in_features:
+            yield (
+                f"{report.name}: {report.tokens} calibration tokens for {report.in_features} inputs; raise --nsamples"
+            )
+        if report.dead_inputs:
+            yield f"{report.name}: {report.dead_inputs} of {report.in_features} inputs were never active"
+
+
+# ------------------------------------------------------------------------------------------------ before and after
+
+
+def _calibration(recipe: Recipe, plan: Plan) -> CalibrationSet | None:
+    """The calibration tokens, or None for a method that needs no statistics."""
+    if not plan.solver.needs_gram:
+        return None
+    asked = recipe.calibration
+    tokenizer = load_tokenizer(plan.checkpoint.path, trust_remote_code=recipe.trust_remote_code)
+    config: Any = plan.streamed.model.config
+    calibration = build_calibration(
+        tokenizer,
+        dataset=asked.dataset,
+        nsamples=asked.nsamples,
+        seqlen=asked.seqlen,
+        split=asked.split,
+        column=asked.column,
+        subset=asked.subset,
+        bos=asked.bos,
+        max_position=getattr(config.get_text_config(), "max_position_embeddings", None),
+    )
+    vocabulary = int(plan.streamed.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+    if int(calibration.tokens.max()) >= vocabulary:
+        raise QuantforgeError(
+            f"the tokenizer gives token {int(calibration.tokens.max())}, the model has {vocabulary} embeddings; "
+            "tokenizer and weights do not belong together"
+        )
+    return calibration
+
+
+def _fingerprint(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None) -> dict[str, Any]:
+    """Everything the output's bytes depend on."""
+    return {
+        "quantforge": __version__,
+        "torch": torch.__version__,
+        "device": str(plan.streamed.device),
+        "model": plan.checkpoint.fingerprint(),
+        "method": plan.method,
+        "options": plan.options,
+        "spec": [plan.spec.bits, plan.spec.group_size, plan.spec.symmetric, plan.spec.scale_dtype],
+        "sequential": recipe.sequential,
+        "formats": list(plan.formats),
+        "max_shard_bytes": recipe.max_shard_bytes,
+        "ignore": list(recipe.ignore),
+        "calibration": None if calibration is None else calibration.fingerprint,
+    }
+
+
+def _already_published(plan: Plan, fingerprint: dict[str, Any], work: Path) -> Iterator[Event]:
+    """The output exists: finished by this very job (then there is nothing to do), or an error."""
+    file = plan.output / REPORT_FILE
+    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    if known.get("fingerprint") != json.loads(json.dumps(fingerprint)):
+        raise WorkspaceError(f"{plan.output} already exists; choose another --output or remove it")
+    layers = known.get("layers") or json.loads(
+        (plan.output_of(plan.formats[0]) / REPORT_FILE).read_text(encoding="utf-8")
+    ).get("layers")
+    reports = tuple(LayerReport.from_json(layer) for layer in layers)
+    outputs = tuple(
+        OutputReport(name, str(plan.output_of(name)), directory_bytes(plan.output_of(name)), 0) for name in plan.formats
+    )
+    if work.exists():
+        shutil.rmtree(work)  # killed after publishing, before cleaning up
+    yield RunStarted(plan.layers, plan.layers, (f"{plan.output} is already complete; nothing to do",))
+    yield RunFinished(_run_report(plan, reports, None, outputs))
+
+
+def _run_report(
+    plan: Plan,
+    layers: tuple[LayerReport, ...],
+    calibration: CalibrationSet | None,
+    outputs: tuple[OutputReport, ...],
+) -> RunReport:
+    warnings = tuple(warning for layer in layers for warning in layer.warnings)
+    if calibration is not None:
+        warnings = calibration.warnings + warnings
+    return RunReport(
+        method=plan.method,
+        spec_label=plan.spec.label(),
+        layers=layers,
+        outputs=outputs,
+        kept=plan.kept,
+        warnings=warnings,
+        source_bytes=plan.source_bytes,
+        calibration={} if calibration is None else calibration.to_json(),
+    )
+
+
+def _report(plan: Plan, workspace: Workspace, calibration: CalibrationSet | None) -> RunReport:
+    report = _run_report(plan, tuple(workspace.reports()), calibration, ())
+    sites = [site for layer in report.layers for site in layer.sites]
+    if len(report.fallbacks) > FALLBACK_LIMIT * len(sites):
+        raise QuantforgeError(
+            f"{plan.method} was asked for, but {len(report.fallbacks)} of {len(sites)} sites fell back to rtn. "
+            f"First: {report.fallbacks[0].name}: {report.fallbacks[0].fallback}. Nothing was published."
+        )
+    return report
+
+
+def _refuse_if_strict(recipe: Recipe, report: RunReport) -> None:
+    if recipe.strict and report.warnings:
+        lines = "\n".join(f"  {warning}" for warning in report.warnings[:20])
+        raise QuantforgeError(f"--strict: {len(report.warnings)} warnings, nothing was published\n{lines}")
+
+
+def _write(
+    directory: Path,
+    name: str,
+    recipe: Recipe,
+    plan: Plan,
+    workspace: Workspace,
+    report: RunReport,
+    fingerprint: dict[str, Any],
+) -> int:
+    """Write one export with its report; returns the number of tensors."""
+    facts = CheckpointFacts(
+        spec=plan.spec,
+        quantized=tuple(site.name for site in plan.sites),
+        kept=plan.kept_linears,
+        has_zero_zero=any(site.has_zero_zero for layer in report.layers for site in layer.sites),
+    )
+    written = write_checkpoint(directory, plan, workspace, load_format(name), facts, recipe.max_shard_bytes)
+    settings = recipe.model_dump(mode="json", exclude={"model", "output"})
+    content = {"quantforge": __version__, "fingerprint": fingerprint, "recipe": settings} | report.to_json()
+    content.pop("outputs")
+    write_json(directory / REPORT_FILE, content)
+    return written.tensors
+

@@ -1,0 +1,83 @@
+"""From observed input groups to quantized sites and their reports."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from quantforge.methods import Solution, WeightProblem, load_method
+from quantforge.model.observe import InputGroup
+from quantforge.model.sites import LinearSite, is_conv1d
+from quantforge.numerics.metrics import relative_proxy_loss
+from quantforge.pipeline.plan import Plan
+from quantforge.quantized import QuantizedWeight
+from quantforge.report import SiteReport
+
+STACK_LIMIT_ELEMENTS = 64 << 20
+"""Sites of one input group are solved as one stacked matrix up to this size; rows are independent, so it only saves time."""
+
+
+def solve_sites(
+    plan: Plan, sites: Sequence[LinearSite], modules: Mapping[str, nn.Module], group: InputGroup
+) -> list[tuple[LinearSite, QuantizedWeight, SiteReport]]:
+    """Solve the sites of one input group; the modules are not changed."""
+    weights = [_weight(modules[site.module]) for site in sites]
+    if len(sites) > 1 and sum(weight.numel() for weight in weights) > STACK_LIMIT_ELEMENTS:
+        return [result for site in sites for result in solve_sites(plan, [site], modules, group)]
+    stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
+    gram = group.gram if group.tokens else None
+    name = " + ".join(site.name for site in sites)
+    problem = WeightProblem(name, stacked, plan.spec, gram, group.tokens, plan.options)
+    solution = plan.solver.solve(problem)
+    rounded = None
+    if gram is not None and plan.method != "rtn":
+        rounded = load_method("rtn").solve(WeightProblem(name, stacked, plan.spec, None, 0, {})).quantized
+    results = []
+    start = 0
+    for site, weight in zip(sites, weights, strict=True):
+        stop = start + weight.shape[0]
+        own = solution.quantized.rows(start, stop)
+        reference = rounded.rows(start, stop) if rounded is not None else None
+        results.append((site, own, _site_report(plan, site, weight, own, reference, group, solution)))
+        start = stop
+    return results
+
+
+def put_back(module: nn.Module, weight: QuantizedWeight) -> None:
+    """Give a module the weights its codes stand for, so that what follows is calibrated on what will be served."""
+    dequantized = weight.dequantize()
+    module.weight.data.copy_(dequantized.t() if is_conv1d(module) else dequantized)  # type: ignore[union-attr, operator]
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    """The module's weight as [out, in]."""
+    weight: torch.Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+    return weight.t().contiguous() if is_conv1d(module) else weight
+
+
+def _site_report(
+    plan: Plan,
+    site: LinearSite,
+    weight: torch.Tensor,
+    solved: QuantizedWeight,
+    rounded: QuantizedWeight | None,
+    group: InputGroup,
+    solution: Solution,
+) -> SiteReport:
+    gram = group.gram if group.tokens else None
+    return SiteReport(
+        name=site.name,
+        layer=site.layer,
+        out_features=site.out_features,
+        in_features=site.in_features,
+        bits=plan.spec.bits,
+        bits_per_weight=plan.spec.bits_per_weight(site.in_features),
+        loss=None if gram is None else relative_proxy_loss(weight, solved.dequantize(), gram),
+        rtn_loss=None if gram is None or rounded is None else relative_proxy_loss(weight, rounded.dequantize(), gram),
+        damping=solution.damping,
+        damping_steps=solution.damping_steps,
+        dead_inputs=solution.dead_inputs,
+        tokens=group.tokens,
+        has_zero_zero=not plan.spec.symmetric and bool((solved.zero == 0).any()),
+        fallback=solution.fallback,
+    )

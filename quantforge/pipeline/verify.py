@@ -1,0 +1,135 @@
+"""Re-open a written checkpoint with an independent reader and require exactly what the solver produced.
+
+Nothing of the writing side is used here: files are opened with the safetensors library, packed tensors are decoded by
+`quantforge.readers`, which is written from the formats' specifications.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quantforge.errors import SourceError, VerifyError
+from quantforge.pipeline.plan import Plan
+from quantforge.pipeline.workspace import Workspace
+from quantforge.readers import Reader, load_reader
+
+SHOWN_PROBLEMS = 20
+
+
+class _Files:
+    """The tensors of a directory, through its index when it has one."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.problems: list[str] = []
+        self.where: dict[str, str] = {}
+        self.declared_bytes: int | None = None
+        index = directory / "model.safetensors.index.json"
+        indexed: dict[str, str] = {}
+        if index.exists():
+            content = json.loads(index.read_text(encoding="utf-8"))
+            indexed = content["weight_map"]
+            self.declared_bytes = content["metadata"]["total_size"]
+        present = sorted(file.name for file in directory.glob("*.safetensors"))
+        for name in present:
+            try:
+                with safe_open(directory / name, "pt") as tensors:
+                    for key in tensors.keys():  # noqa: SIM118  (not a dict)
+                        if key in self.where:
+                            self.problems.append(f"{key} is in both {self.where[key]} and {name}")
+                        self.where[key] = name
+            except (SafetensorError, OSError) as error:
+                self.problems.append(f"{name} cannot be opened: {error}")
+        if indexed and indexed != self.where:
+            self.problems.append(f"the index lists {len(indexed)} tensors, the files hold {len(self.where)} or differ")
+        if not indexed and present != ["model.safetensors"]:
+            self.problems.append(f"without an index there must be one model.safetensors; found {present}")
+
+    def tensor(self, key: str) -> torch.Tensor:
+        with safe_open(self.directory / self.where[key], "pt") as tensors:
+            return tensors.get_tensor(key)
+
+
+def verify_checkpoint(directory: Path, plan: Plan, workspace: Workspace) -> int:
+    """Compare every tensor of a written checkpoint; returns how many were compared.
+
+    Raises VerifyError with every mismatch: a site whose codes or dequantized weights differ in a single bit, a copied
+    tensor that differs from the source, a tensor too many or too few, byte counts that do not add up, a config that does
+    not describe the grid.
+    """
+    files = _Files(directory)
+    problems = files.problems
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    quantization: dict[str, Any] = config.get("quantization_config", {})
+    reader = load_reader(str(quantization.get("quant_method")))
+    grouped = reader.group_keys(files.where)
+    expected = {site.name for site in plan.sites}
+    problems += [f"{name}: written, but not planned" for name in sorted(grouped.keys() - expected)]
+    problems += [f"{name}: planned, but not written" for name in sorted(expected - grouped.keys())]
+
+    packed: set[str] = set()
+    for site in plan.sites:
+        if site.name in grouped:
+            packed |= set(grouped[site.name].values())
+            solved = workspace.weight(site.layer, site.name, site.in_features)
+            problems += _check_site(files, reader, quantization, site.name, grouped[site.name], solved, plan)
+    copied = [key for key in plan.checkpoint.tensors if key.removesuffix(".weight") not in expected]
+    for key in copied:
+        if key not in files.where:
+            problems.append(f"{key}: missing")
+        elif not _same_bytes(files.tensor(key), plan.checkpoint.read(key)):
+            problems.append(f"{key}: differs from the source")
+    problems += [f"{key}: nobody asked for it" for key in sorted(files.where.keys() - packed - set(copied))]
+    total_bytes = sum(_tensor_bytes(files, name) for name in sorted(set(files.where.values())))
+    if files.declared_bytes is not None and total_bytes != files.declared_bytes:
+        problems.append(f"the index declares {files.declared_bytes} bytes, the files hold {total_bytes}")
+    if problems:
+        more = [f"... and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
+        raise VerifyError([f"{directory} does not read back:", *problems[:SHOWN_PROBLEMS], *more])
+    return len(files.where)
+
+
+def _check_site(
+    files: _Files,
+    reader: Reader,
+    quantization: dict[str, Any],
+    name: str,
+    keys: dict[str, str],
+    solved: Any,
+    plan: Plan,
+) -> list[str]:
+    try:
+        scheme = reader.scheme(quantization, name)
+        decoded = reader.decode({suffix: files.tensor(key) for suffix, key in keys.items()}, scheme, name)
+    except SourceError as error:
+        return [f"{name}: {error}"]
+    problems = []
+    described = (scheme.bits, scheme.group_size, scheme.symmetric)
+    wanted = (plan.spec.bits, plan.spec.group_size, plan.spec.symmetric)
+    if described != wanted:
+        problems.append(f"{name}: config says {described} (bits, group size, symmetric), solved with {wanted}")
+    if not torch.equal(decoded.codes, solved.codes):
+        differing = int((decoded.codes != solved.codes).sum())
+        problems.append(f"{name}: {differing} of {solved.codes.numel()} codes differ")
+    elif not torch.equal(decoded.dequantize(), solved.dequantize()):
+        problems.append(f"{name}: same codes, but different dequantized weights")
+    return problems
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+    )
+
+
+def _tensor_bytes(files: _Files, name: str) -> int:
+    """Bytes of tensor data in one file, from the file's size and its header's length."""
+    file = files.directory / name
+    with open(file, "rb") as handle:
+        header_bytes = int.from_bytes(handle.read(8), "little")
+    return file.stat().st_size - 8 - header_bytes

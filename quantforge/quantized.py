@@ -1,0 +1,69 @@
+"""What a solver produces and a format consumes."""
+
+from dataclasses import dataclass
+
+import torch
+
+from quantforge.spec import QuantSpec
+
+SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight matrix as codes on a grid: ``w[o, i] = (codes[o, i] - zero[o, g]) * scale[o, g]``, g the group of i.
+
+    Attributes:
+        spec: the grid.
+        codes: uint8 [out, in], one code per weight, 0 .. spec.code_max, unpacked.
+        scale: [out, groups] in the stored dtype of `spec`.
+        zero: uint8 [out, groups], 0 .. spec.code_max; all equal to spec.symmetric_zero when symmetric.
+    """
+
+    spec: QuantSpec
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+    def __post_init__(self) -> None:
+        out_features, in_features = self.codes.shape
+        expected = (out_features, self.spec.groups(in_features))
+        if tuple(self.scale.shape) != expected or tuple(self.zero.shape) != expected:
+            raise ValueError(
+                f"scale {tuple(self.scale.shape)} and zero {tuple(self.zero.shape)} must both be {expected} for "
+                f"codes {tuple(self.codes.shape)} with {self.spec.label()}"
+            )
+        dtypes = (self.codes.dtype, self.scale.dtype, self.zero.dtype)
+        if dtypes != (torch.uint8, SCALE_DTYPES[self.spec.scale_dtype], torch.uint8):
+            raise ValueError(f"codes, scale, zero have dtypes {dtypes}, expected uint8, {self.spec.scale_dtype}, uint8")
+        if self.codes.numel() and int(self.codes.max()) > self.spec.code_max:
+            raise ValueError(f"codes exceed {self.spec.code_max}")
+        if not bool(torch.isfinite(self.scale).all()):
+            raise ValueError("scales are not finite")
+        if self.spec.symmetric and not bool((self.zero == self.spec.symmetric_zero).all()):
+            raise ValueError(f"a symmetric grid has zero {self.spec.symmetric_zero} everywhere")
+
+    @property
+    def out_features(self) -> int:
+        return int(self.codes.shape[0])
+
+    @property
+    def in_features(self) -> int:
+        return int(self.codes.shape[1])
+
+    def dequantize(self) -> torch.Tensor:
+        """The weights this grid stands for, float32 [out, in]; exact, because code * scale fits a float32 mantissa."""
+        out_features, in_features = self.codes.shape
+        groups = self.scale.shape[1]
+        codes = self.codes.to(torch.float32).reshape(out_features, groups, -1)  # [out, groups, group]
+        offset = codes - self.zero.to(torch.float32).unsqueeze(-1)
+        return (offset * self.scale.to(torch.float32).unsqueeze(-1)).reshape(out_features, in_features)
+
+    def rows(self, start: int, stop: int) -> "QuantizedWeight":
+        """The grid of output rows ``start:stop`` (rows are independent of each other)."""
+        return QuantizedWeight(
+            self.spec,
+            self.codes[start:stop].contiguous(),
+            self.scale[start:stop].contiguous(),
+            self.zero[start:stop].contiguous(),
+        )

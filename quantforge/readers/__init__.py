@@ -1,0 +1,88 @@
+"""Checkpoint formats, the reading side: written from each format's specification, sharing no code with `formats/`.
+
+A reader turns the packed tensors of one site, ours or another tool's, into codes, scales and zeros. It is used to verify
+what was written, to evaluate a quantized checkpoint from its own files, and to inspect one. The file's ``READER`` is the
+registry entry; the file is named after the config's ``quant_method``.
+"""
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quantforge.errors import SourceError
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedWeight:
+    """A site read back: ``w[o, i] = (codes[o, i] - zero[o, g]) * scale[o, g]`` with ``g = group_index[i]``.
+
+    Attributes:
+        codes: uint8 [out, in].
+        scale: [out, groups] in the dtype found in the file.
+        zero: uint8 [out, groups].
+        group_index: int64 [in]; ``i // group_size`` unless the file carries its own order.
+        bits: width of a code.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+    group_index: torch.Tensor
+    bits: int
+
+    def dequantize(self) -> torch.Tensor:
+        """Float32 [out, in]."""
+        offset = self.codes.to(torch.float32) - self.zero.to(torch.float32)[:, self.group_index]
+        return offset * self.scale.to(torch.float32)[:, self.group_index]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What a checkpoint's config says about one site. `group_size` None means one scale per row.
+
+    `checkpoint_format` is the format's own variant name (``gptq``, ``gptq_v2``, ``pack-quantized``, ...).
+    """
+
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    checkpoint_format: str
+
+    def label(self) -> str:
+        group = "per channel" if self.group_size is None else f"group {self.group_size}"
+        return f"{self.bits} bits, {group}, {'symmetric' if self.symmetric else 'asymmetric'} ({self.checkpoint_format})"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """The reading side of one quant_method.
+
+    Attributes:
+        group_keys: checkpoint keys -> {site name: {suffix: key}} for every quantized site found among the keys.
+        scheme: (quantization_config, site name) -> Scheme; SourceError naming the key when the config is invalid.
+        decode: ({suffix: tensor}, Scheme, site name) -> DecodedWeight; SourceError naming the site and the numbers on
+            any wrong shape, dtype or missing tensor.
+    """
+
+    quant_method: str
+    group_keys: Callable[[Iterable[str]], dict[str, dict[str, str]]]
+    scheme: Callable[[Mapping[str, Any], str], Scheme]
+    decode: Callable[[Mapping[str, torch.Tensor], Scheme, str], DecodedWeight]
+
+
+def reader_names() -> list[str]:
+    """The quant_method values that can be read."""
+    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
+
+
+def load_reader(quant_method: str) -> Reader:
+    """The reader for a config's ``quant_method``; raises SourceError naming the known ones."""
+    if quant_method not in reader_names():
+        raise SourceError(f"no reader for quant_method {quant_method!r}; readable: {', '.join(reader_names())}")
+    reader = importlib.import_module(f"{__name__}.{quant_method.replace('-', '_')}").READER
+    assert isinstance(reader, Reader), f"readers/{quant_method}.py defines no READER"
+    return reader

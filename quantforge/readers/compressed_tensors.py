@@ -1,0 +1,168 @@
+"""Reads compressed-tensors checkpoints with integer weights, from their specification (table in `formats/`).
+
+``pack-quantized`` (1 to 8 bits, dense stream) and ``int-quantized`` (int8 weights). A config group targets sites by
+exact name, by ``re:`` pattern or by class name (``Linear``); of several groups that do,
+an exact name beats a pattern, and a pattern beats a class.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from quantforge.errors import SourceError
+from quantforge.readers import DecodedWeight, Reader, Scheme
+from quantforge.readers.gptq import FLOATS, expect, finite, group_index, matches, tensor, unpack_rows, words_for
+
+PACKED = "pack-quantized"
+UNPACKED = ("int-quantized", "naive-quantized")
+SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight")
+ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+
+
+def group_keys(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Sites are the prefixes that carry ``weight_packed`` or ``weight_scale``; plain float weights are left alone."""
+    found: dict[str, dict[str, str]] = {}
+    for key in keys:
+        site, _, suffix = key.rpartition(".")
+        if site and suffix in SUFFIXES + ACTIVATIONS:
+            found.setdefault(site, {})[suffix] = key
+    return {site: parts for site, parts in found.items() if "weight_packed" in parts or "weight_scale" in parts}
+
+
+def scheme(config: Mapping[str, Any], site: str) -> Scheme:
+    """What the config group that targets the site most specifically says of its weights."""
+    for entry in _strings(config.get("ignore") or [], "ignore"):
+        if _specificity(entry, site) > 0:
+            raise SourceError(f"{site} has quantized tensors, but {entry!r} in ignore says it is not quantized")
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise SourceError("quantization_config: config_groups is missing or empty")
+    targets = {name: _targets(group, name) for name, group in groups.items()}
+    rank = {name: max((_specificity(target, site) for target in found), default=0) for name, found in targets.items()}
+    name = max(rank, key=lambda name: rank[name])  # the first of equals
+    if rank[name] == 0:
+        raise SourceError(f"quantization_config: no config group targets {site}; targets: {targets}")
+    group = groups[name]
+    return _weights_scheme(group.get("weights"), group.get("format") or config.get("format"), name)
+
+
+def _targets(group: Any, name: str) -> list[str]:
+    if not isinstance(group, Mapping):
+        raise SourceError(f"quantization_config: config_groups.{name} is {group!r}; expected a mapping")
+    return _strings(group.get("targets") or [], f"config_groups.{name}.targets")
+
+
+def _strings(value: Any, key: str) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise SourceError(f"quantization_config: {key} is {value!r}; expected a list of strings")
+    return value
+
+
+def _specificity(target: str, site: str) -> int:
+    """3 for the site's name, 2 for a pattern that matches it, 1 for its class (a site is a Linear), 0 for no match."""
+    if target == site:
+        return 3
+    if target.startswith("re:"):
+        return 2 if matches(target[3:], site, "config_groups or ignore") else 0
+    return 1 if target == "Linear" else 0
+
+
+def _weights_scheme(weights: Any, layout: Any, group: str) -> Scheme:
+    where = f"quantization_config, config_groups.{group}:"
+    if layout not in (PACKED, *UNPACKED):
+        raise SourceError(f"{where} format {layout!r} cannot be read; readable: {', '.join((PACKED, *UNPACKED))}")
+    if not isinstance(weights, Mapping):
+        raise SourceError(f"{where} weights is {weights!r}, so its sites are not quantized")
+    bits, group_size, strategy = weights.get("num_bits"), weights.get("group_size"), weights.get("strategy")
+    if weights.get("type", "int") != "int" or type(bits) is not int or not 1 <= bits <= 8:
+        raise SourceError(f"{where} weights are {weights.get('type')!r} of {bits!r} bits; readable: int of 1 to 8 bits")
+    if strategy is None:
+        strategy = "channel" if group_size in (None, -1) else "group"
+    if strategy not in ("group", "channel", "tensor"):
+        raise SourceError(f"{where} strategy {strategy!r} cannot be read; readable: group, channel, tensor")
+    if strategy == "group" and (isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1):
+        raise SourceError(f"{where} group_size is {group_size!r}; strategy group needs a positive number")
+    symmetric = weights.get("symmetric", True)
+    if not isinstance(symmetric, bool):
+        raise SourceError(f"{where} symmetric is {symmetric!r}; expected true or false")
+    return Scheme(bits, group_size if strategy == "group" else None, symmetric, str(layout))
+
+
+def decode(tensors: Mapping[str, torch.Tensor], scheme: Scheme, site: str) -> DecodedWeight:
+    """Codes, scales and zeros of one site; see `Reader.decode`."""
+    codes = (
+        _packed_codes(tensors, scheme, site)
+        if scheme.checkpoint_format == PACKED
+        else _int_codes(tensors, scheme, site)
+    )
+    out_features, in_features = codes.shape
+    label = f"{site} ({scheme.label()}, out {out_features}, in {in_features})"
+    if scheme.group_size is not None and in_features % scheme.group_size:
+        raise SourceError(f"{label}: group size {scheme.group_size} does not divide {in_features} input features")
+    groups = 1 if scheme.group_size is None else in_features // scheme.group_size
+    scale = tensors.get("weight_scale")
+    if scale is not None and scheme.group_size is None and scale.numel() == 1:
+        tensors = {**tensors, "weight_scale": scale.reshape(1, 1).expand(out_features, 1)}  # one scale for the tensor
+    scale = tensor(tensors, "weight_scale", FLOATS, 2, site)
+    expect(scale, (out_features, groups), "weight_scale", label)
+    finite(scale, "weight_scale", site)
+    zero = _zero(tensors, scheme, (out_features, groups), site, label)
+    g_idx = tensor(tensors, "weight_g_idx", (torch.int32, torch.int64), 1, site) if "weight_g_idx" in tensors else None
+    if g_idx is not None:
+        expect(g_idx, (in_features,), "weight_g_idx", label)
+    index = group_index(g_idx, in_features, scheme, site)
+    return DecodedWeight(codes, scale.contiguous(), zero, index, scheme.bits)
+
+
+def _packed_codes(tensors: Mapping[str, torch.Tensor], scheme: Scheme, site: str) -> torch.Tensor:
+    packed = tensor(tensors, "weight_packed", (torch.int32,), 2, site)
+    shape = tensor(tensors, "weight_shape", (torch.int64, torch.int32), 1, site)
+    expect(shape, (2,), "weight_shape", site)
+    out_features, in_features = (int(size) for size in shape)
+    if out_features < 1 or in_features < 1:
+        raise SourceError(f"{site}: weight_shape holds {[out_features, in_features]}, expected positive sizes")
+    label = f"{site} ({scheme.label()}, out {out_features}, in {in_features})"
+    expect(packed, (out_features, words_for(in_features, scheme.bits)), "weight_packed", label)
+    return unpack_rows(packed, scheme.bits, in_features)
+
+
+def _int_codes(tensors: Mapping[str, torch.Tensor], scheme: Scheme, site: str) -> torch.Tensor:
+    weight = tensor(tensors, "weight", (torch.int8,), 2, site)
+    return _unsigned(weight, scheme.bits, "weight", site)
+
+
+def _unsigned(values: torch.Tensor, bits: int, suffix: str, site: str) -> torch.Tensor:
+    """Signed int8 values as codes: value + 2^(bits-1)."""
+    low, high = int(values.min()), int(values.max())
+    half = 1 << (bits - 1)
+    if low < -half or high >= half:
+        raise SourceError(f"{site}: {suffix} holds {low} to {high}; {bits} bits reach from {-half} to {half - 1}")
+    return (values.to(torch.int16) + half).to(torch.uint8)
+
+
+def _zero(
+    tensors: Mapping[str, torch.Tensor], scheme: Scheme, shape: tuple[int, int], site: str, label: str
+) -> torch.Tensor:
+    """uint8 [out, groups] from packed int32 (a stream along the output) or plain int8; the middle when symmetric."""
+    middle = torch.full(shape, 1 << (scheme.bits - 1), dtype=torch.uint8)
+    if scheme.symmetric and "weight_zero_point" not in tensors:
+        return middle
+    found = tensors.get("weight_zero_point")
+    if found is not None and found.dtype == torch.int8 and found.numel() == 1 and shape[1] == 1:
+        found = found.reshape(1, 1).expand(shape)  # one zero for the tensor
+        tensors = {**tensors, "weight_zero_point": found}
+    found = tensor(tensors, "weight_zero_point", (torch.int32, torch.int8), 2, site)
+    if found.dtype == torch.int8:
+        expect(found, shape, "weight_zero_point", label)
+        zero = _unsigned(found, scheme.bits, "weight_zero_point", site)
+    else:
+        expect(found, (words_for(shape[0], scheme.bits), shape[1]), "weight_zero_point", label)
+        zero = unpack_rows(found.t(), scheme.bits, shape[0]).t().contiguous()
+    if scheme.symmetric and not torch.equal(zero, middle):
+        values = sorted(set(zero.flatten().tolist()))
+        raise SourceError(f"{site}: the config says symmetric (zero {int(middle[0, 0])}), the file holds {values[:8]}")
+    return zero
+
+
+READER = Reader(quant_method="compressed-tensors", group_keys=group_keys, scheme=scheme, decode=decode)

@@ -1,0 +1,317 @@
+"""The recipe: one frozen object that says everything about a run, from defaults, a YAML file and flags, in that order.
+
+Names other tools use for the same thing are accepted and announced (`wbits` for `bits`, `percdamp` for
+`options.damping`); an unknown key is an error that names the nearest known one. The resolved recipe is kept beside the
+weights, and reading it back gives the same recipe.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from quantforge.errors import UsageError
+from quantforge.spec import Bits
+
+OptionValue = bool | int | float | str
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
+_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes in a size such as ``5GB`` (10^9), ``500 MiB`` (2^20) or ``1000``; raises UsageError on anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(found[2].upper()) if found else None
+    size_bytes = int(float(found[1]) * unit) if found and unit else 0
+    if size_bytes < 1:
+        raise UsageError(f"a size is a positive number with a unit, such as 5GB or 500MiB; got {size!r}")
+    return size_bytes
+
+
+class CalibrationRecipe(BaseModel):
+    """Where calibration tokens come from. `dataset` None means the built-in text. Descriptions end error messages."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    dataset: str | None = Field(
+        default=None, description="a file, a directory, a dataset id, or null for the built-in text"
+    )
+    subset: str | None = Field(default=None, description="the dataset's configuration name, or null")
+    split: str | None = Field(default=None, description="the dataset's split, or null")
+    column: str | None = Field(default=None, description="the column that holds the text, or null")
+    nsamples: int = Field(default=128, ge=1, description="a positive integer: sequences of seqlen tokens")
+    seqlen: int = Field(default=512, ge=2, description="an integer of at least 2: tokens in a sequence")
+    bos: Literal["auto", "always", "never"] = Field(default="auto", description="auto, always or never")
+
+
+class Recipe(BaseModel):
+    """What to do to which model. Frozen; unknown keys are refused. Descriptions end error messages.
+
+    `group_size` -1 is one scale per output channel, ``auto`` lets the plan choose. `ignore` holds site names, as shell
+    patterns or, after ``re:``, regular expressions. `options` are the method's own.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    model: str = Field(min_length=1, description="a local directory or a hub id")
+    output: str | None = Field(default=None, min_length=1, description="a directory that does not exist yet, or null")
+    method: str = Field(default="gptq", description="the name of a method")
+    bits: int = Field(default=4, description=f"one of {', '.join(map(str, get_args(Bits)))}")
+    group_size: int | Literal["auto"] = Field(
+        default="auto", description="auto, a positive integer, or -1 for one scale per output channel"
+    )
+    symmetric: bool = Field(default=True, description="true or false")
+    formats: tuple[str, ...] = Field(
+        default=("compressed-tensors",), min_length=1, description="one or more format names"
+    )
+    options: dict[str, OptionValue] = Field(default={}, description="a mapping of the method's options to plain values")
+    ignore: tuple[str, ...] = Field(default=(), description="a list of site name patterns")
+    scale_dtype: Literal["auto", "float16", "bfloat16"] = Field(default="auto", description="auto, float16 or bfloat16")
+    sequential: Literal["layer", "group"] = Field(default="layer", description="layer or group")
+    calibration: CalibrationRecipe = Field(default=CalibrationRecipe(), description="a mapping")
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field(default="auto", description="auto, cpu, cuda or mps")
+    max_shard_size: str | int = Field(default="5GB", description="a size such as 5GB or 500MiB")
+    strict: bool = Field(default=False, description="true or false")
+    trust_remote_code: bool = Field(default=False, description="true or false")
+    allow_pickle: bool = Field(default=False, description="true or false")
+
+    @field_validator("bits")
+    @classmethod
+    def _known_bits(cls, bits: int) -> int:
+        if bits not in get_args(Bits):
+            raise ValueError("unknown number of bits")
+        return bits
+
+    @field_validator("group_size")
+    @classmethod
+    def _possible_group(cls, group_size: int | str) -> int | str:
+        if isinstance(group_size, int) and group_size != -1 and group_size < 1:
+            raise ValueError("impossible group size")
+        return group_size
+
+    @field_validator("max_shard_size")
+    @classmethod
+    def _readable_size(cls, size: str | int) -> str | int:
+        try:
+            parse_size(size)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
+        return size
+
+    @field_validator("formats", "ignore", mode="before")
+    @classmethod
+    def _listed(cls, value: Any) -> Any:
+        """A YAML list, or one name alone, as a tuple."""
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+    @property
+    def max_shard_bytes(self) -> int:
+        return parse_size(self.max_shard_size)
+
+    def to_yaml(self) -> str:
+        """Every setting, defaults included; `load_recipe` reads it back to an equal recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def default_output(recipe: Recipe, group_size: int | None) -> str:
+    """The name of the output directory when none is given: ``SmolLM2-135M-w4g64-gptq``; `group_size` None is ``pc``."""
+    model = Path(recipe.model.rstrip("/")).name or Path(recipe.model).resolve().name
+    if model in (".", ".."):
+        model = Path(recipe.model).resolve().name
+    group = "pc" if group_size is None else f"g{group_size}"
+    return f"{model}-w{recipe.bits}{group}{'' if recipe.symmetric else '-asym'}-{recipe.method}"
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """A recipe, and what a user should hear about how it was read."""
+
+    recipe: Recipe
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Synonym:
+    """Another name for `target` (dotted); `values` rewrites the values that mean something else there."""
+
+    target: str
+    values: tuple[tuple[OptionValue, OptionValue], ...] = ()
+
+    def convert(self, value: Any) -> Any:
+        for source, result in self.values:
+            if type(value) is type(source) and value == source:
+                return result
+        return value
+
+
+_INVERSE = ((True, False), (False, True))
+_STATIC = (("static", True), ("weight", True))  # groups stay contiguous; act-order only permutes the solving
+
+_SYNONYMS = {
+    **dict.fromkeys(("wbits", "w_bit", "num_bits"), _Synonym("bits")),
+    **dict.fromkeys(("groupsize", "q_group_size"), _Synonym("group_size")),
+    "sym": _Synonym("symmetric"),
+    **dict.fromkeys(("asym", "zero_point"), _Synonym("symmetric", _INVERSE)),
+    **dict.fromkeys(("format", "export_format"), _Synonym("formats")),
+    **dict.fromkeys(("output_dir", "export_path"), _Synonym("output")),
+    **dict.fromkeys(("modules_to_not_convert", "ignore_layers", "exclude_modules"), _Synonym("ignore")),
+    "true_sequential": _Synonym("sequential", ((True, "group"), (False, "layer"))),
+    **dict.fromkeys(("damping", "damp", "percdamp", "damp_percent", "dampening_frac"), _Synonym("options.damping")),
+    **dict.fromkeys(("act_order", "desc_act", "actorder"), _Synonym("options.act_order", _STATIC)),
+    **dict.fromkeys(("num_calibration_samples", "calib_size"), _Synonym("calibration.nsamples")),
+    **dict.fromkeys(("max_seq_length", "calib_seq"), _Synonym("calibration.seqlen")),
+    **{name: _Synonym(f"calibration.{name}") for name in CalibrationRecipe.model_fields},
+}
+
+
+class _Reading:
+    """One source of settings (a file, or the flags) being turned into dotted names; collects problems and notes."""
+
+    def __init__(self, origin: str) -> None:
+        self.origin = origin
+        self.values: dict[str, Any] = {}
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self._written: dict[str, str] = {}
+
+    def section(self, data: Mapping[Any, Any], prefix: str = "") -> None:
+        for key, value in data.items():
+            written = f"{prefix}{key}"
+            target, value = self._resolve(str(key).replace("-", "_"), value, prefix)
+            if target is None:
+                self.problems.append(f"{self.origin}: unknown key {written!r}{self._nearest(str(key), prefix)}")
+            elif target in ("calibration", "options"):
+                if isinstance(value, Mapping):
+                    self.section(value, f"{target}.")
+                elif value is not None:
+                    self.problems.append(f"{self.origin}: {written} must be a mapping; got {value!r}")
+            elif target in self.values:
+                first = self._written[target]
+                self.problems.append(f"{self.origin}: {first!r} and {written!r} both set {target}; keep one")
+            else:
+                self.values[target], self._written[target] = value, written
+
+    def _resolve(self, key: str, value: Any, prefix: str) -> tuple[str | None, Any]:
+        """The dotted name `key` stands for, None when unknown, and the value in its terms."""
+        if prefix == "" and key in Recipe.model_fields:
+            return key, value
+        synonym = _SYNONYMS.get(key)
+        if synonym is not None and synonym.target.startswith(prefix):
+            result = synonym.convert(value)
+            if key != synonym.target.rpartition(".")[2]:  # its own name, only outside its section, needs no remark
+                read_as = "" if result is value or synonym.target.startswith("options.") else f": {result!r}"
+                self.notes.append(f"{self.origin}: {prefix}{key} is read as {synonym.target}{read_as}")
+            return synonym.target, result
+        if prefix == "options.":  # the method knows its options and refuses others
+            return f"options.{key}", value
+        return None, value
+
+    @staticmethod
+    def _nearest(key: str, prefix: str) -> str:
+        known = list(CalibrationRecipe.model_fields) if prefix else [*Recipe.model_fields, *_SYNONYMS]
+        close = difflib.get_close_matches(key.replace("-", "_").lower(), known, n=1)
+        return f"; did you mean {prefix + close[0]!r}?" if close else f"; known keys: {', '.join(sorted(known))}"
+
+
+def _read_yaml(path: Path) -> Mapping[Any, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(f"cannot read the recipe {path}: {reason}") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"{path} is not valid YAML: {error}") from error
+    if data is not None and not isinstance(data, Mapping):
+        raise UsageError(f"{path} must be a mapping of keys to values, like `bits: 4`; it is a {type(data).__name__}")
+    if repeated := _repeated_keys(root):
+        raise UsageError("\n".join(f"{path}, line {line}: key {key!r} is given twice" for key, line in repeated))
+    return data or {}
+
+
+def _repeated_keys(node: yaml.Node | None) -> list[tuple[str, int]]:
+    """(key, line) of keys that a mapping repeats; YAML itself would silently keep the last."""
+    if not isinstance(node, yaml.MappingNode):
+        return []
+    found: list[tuple[str, int]] = []
+    seen: set[str] = set()
+    for key, value in node.value:
+        if key.value in seen:
+            found.append((str(key.value), key.start_mark.line + 1))
+        seen.add(key.value)
+        found += _repeated_keys(value)
+    return found
+
+
+def parse_scalar(text: str) -> OptionValue:
+    """A value as YAML reads it, and ``1e-2`` as the number it is meant to be (YAML 1.1 asks for a dot)."""
+    value = yaml.safe_load(text)
+    return _as_number(value) if isinstance(value, bool | int | float | str) else text
+
+
+def _as_number(value: Any) -> Any:
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        return float(value)
+    return value
+
+
+def read_recipe(path: Path | None, overrides: Mapping[str, Any]) -> ResolvedRecipe:
+    """Merge defaults, the file at `path`, and `overrides` (flags; same keys as the file), the later winning key by key.
+
+    Raises UsageError with every problem found: unreadable file, unknown or repeated keys, values of the wrong kind.
+    """
+    readings = [_Reading("command line")]
+    readings[0].section(overrides)
+    if path is not None:
+        readings.insert(0, _Reading(str(path)))
+        readings[0].section(_read_yaml(path))
+    origins: dict[str, str] = {}
+    merged: dict[str, Any] = {"options": {}, "calibration": {}}
+    for reading in readings:
+        for name, value in reading.values.items():
+            origins[name] = reading.origin
+            section, _, key = name.rpartition(".")
+            if section:
+                merged[section][key] = _as_number(value) if section == "options" else value
+            else:
+                merged[name] = value
+    problems = [problem for reading in readings for problem in reading.problems]
+    try:
+        recipe = Recipe(**merged)
+    except ValidationError as error:
+        raise UsageError("\n".join(dict.fromkeys(problems + _explain(error, origins)))) from error
+    if problems:
+        raise UsageError("\n".join(problems))
+    return ResolvedRecipe(recipe, tuple(note for reading in readings for note in reading.notes))
+
+
+def load_recipe(path: Path | None, overrides: Mapping[str, Any]) -> Recipe:
+    """`read_recipe` without the notes."""
+    return read_recipe(path, overrides).recipe
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
+    """Pydantic's findings in our words: where it was written, what is expected, what was found."""
+    problems = []
+    for found in error.errors():
+        section = found["loc"][0] if found["loc"] and found["loc"][0] in ("calibration", "options") else None
+        name = ".".join(map(str, found["loc"][: 2 if section else 1]))
+        if found["type"] == "missing":
+            problems.append(f"no {name} is given; it is {Recipe.model_fields[name].description}")
+            continue
+        fields = CalibrationRecipe.model_fields if section == "calibration" else Recipe.model_fields
+        field = fields.get(name.rpartition(".")[2])
+        expected = (field.description if field else None) or "true, false, a number or a string"
+        problems.append(f"{origins.get(name, 'recipe')}: {name} must be {expected}; got {found['input']!r}")
+    return problems

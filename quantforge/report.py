@@ -1,0 +1,153 @@
+"""What happened, as data. Events are yielded while a run goes on; reports are kept beside the weights.
+
+Nothing here holds a wall-clock time that would end up in an output directory: two runs of one job are byte-identical.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One quantized matrix.
+
+    Attributes:
+        loss: proxy loss tr((W-Q) H (W-Q)^T) / tr(W H W^T), H the mean input outer product; None without statistics.
+        rtn_loss: the same for round-to-nearest on the same grid rule.
+        damping: relative damping finally used by a solver that inverts H; None when it does not.
+        damping_steps: times the damping had to be raised before the factorization succeeded.
+        dead_inputs: input features never active during calibration; their weights are rounded to nearest.
+        tokens: calibration tokens this site saw.
+        has_zero_zero: some group has a zero of 0 (ambiguous in the first gptq checkpoint format).
+        fallback: why the requested method was not used, or None.
+    """
+
+    name: str
+    layer: int
+    out_features: int
+    in_features: int
+    bits: int
+    bits_per_weight: float
+    loss: float | None = None
+    rtn_loss: float | None = None
+    damping: float | None = None
+    damping_steps: int = 0
+    dead_inputs: int = 0
+    tokens: int = 0
+    has_zero_zero: bool = False
+    fallback: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One decoder layer: its sites, and notes worth a user's eye."""
+
+    layer: int
+    sites: tuple[SiteReport, ...]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def bits_per_weight(self) -> float:
+        weights = sum(s.out_features * s.in_features for s in self.sites)
+        return sum(s.bits_per_weight * s.out_features * s.in_features for s in self.sites) / weights if weights else 0.0
+
+    @property
+    def loss_ratio(self) -> float | None:
+        """Mean over sites of loss / rtn_loss; None when nothing was measured."""
+        ratios = [s.loss / s.rtn_loss for s in self.sites if s.loss is not None and s.rtn_loss]
+        return sum(ratios) / len(ratios) if ratios else None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "LayerReport":
+        return LayerReport(
+            layer=data["layer"],
+            sites=tuple(SiteReport(**site) for site in data["sites"]),
+            warnings=tuple(data["warnings"]),
+        )
+
+
+@dataclass(frozen=True)
+class OutputReport:
+    """One published directory: its format, path, and the bytes of all its files."""
+
+    format: str
+    path: str
+    total_bytes: int
+    tensors: int
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """The whole run: every layer, every output, everything a user should know.
+
+    `kept` maps each parameter of two or more dims that was not quantized to the reason.
+    """
+
+    method: str
+    spec_label: str
+    layers: tuple[LayerReport, ...]
+    outputs: tuple[OutputReport, ...]
+    kept: dict[str, str]
+    warnings: tuple[str, ...]
+    source_bytes: int
+    calibration: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def fallbacks(self) -> list[SiteReport]:
+        return [s for layer in self.layers for s in layer.sites if s.fallback is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+# ------------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True)
+class RunStarted:
+    """Sent once. `done` layers were already committed by an earlier run with the same fingerprint."""
+
+    layers: int
+    done: int
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LayerStarted:
+    layer: int
+
+
+@dataclass(frozen=True)
+class SiteDone:
+    report: SiteReport
+
+
+@dataclass(frozen=True)
+class LayerDone:
+    report: LayerReport
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Assembling:
+    """The output of `format` is being written under a temporary name."""
+
+    format: str
+
+
+@dataclass(frozen=True)
+class Verifying:
+    """The written files are being re-read and compared with what the solver produced."""
+
+    format: str
+
+
+@dataclass(frozen=True)
+class RunFinished:
+    report: RunReport
+
+
+Event = RunStarted | LayerStarted | SiteDone | LayerDone | Assembling | Verifying | RunFinished

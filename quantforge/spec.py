@@ -1,0 +1,65 @@
+"""The grid a weight matrix is rounded to."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from quantforge.errors import UsageError
+
+Bits = Literal[2, 3, 4, 8]
+ScaleDtype = Literal["float16", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class QuantSpec:
+    """Bits, group and symmetry of one quantized matrix.
+
+    Attributes:
+        bits: width of a code, one of 2, 3, 4, 8.
+        group_size: consecutive input columns that share a scale; None means the whole row (per channel).
+        symmetric: the zero is fixed at 2^(bits-1); otherwise each group has its own zero.
+        scale_dtype: dtype the scale is stored in. ``bfloat16`` scales are kept exactly representable in
+            float16 as well, so one grid can be exported to formats of either dtype.
+    """
+
+    bits: int
+    group_size: int | None = 128
+    symmetric: bool = True
+    scale_dtype: ScaleDtype = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.bits not in get_args(Bits):
+            raise UsageError(f"bits must be one of {', '.join(map(str, get_args(Bits)))}; got {self.bits}")
+        if self.group_size is not None and self.group_size < 1:
+            raise UsageError(f"group_size must be positive, or None for one scale per row; got {self.group_size}")
+        if self.scale_dtype not in get_args(ScaleDtype):
+            raise UsageError(f"scale_dtype must be float16 or bfloat16; got {self.scale_dtype}")
+
+    @property
+    def code_max(self) -> int:
+        """Largest code, 2^bits - 1."""
+        return (1 << self.bits) - 1
+
+    @property
+    def symmetric_zero(self) -> int:
+        """The code that stands for 0.0 in a symmetric grid, 2^(bits-1)."""
+        return 1 << (self.bits - 1)
+
+    def fits(self, in_features: int) -> bool:
+        """True when groups tile a row of `in_features` exactly."""
+        return self.group_size is None or in_features % self.group_size == 0
+
+    def groups(self, in_features: int) -> int:
+        """Groups in a row; `in_features` must be a multiple of `group_size`."""
+        if not self.fits(in_features):
+            raise UsageError(f"group size {self.group_size} does not divide {in_features} input features")
+        return 1 if self.group_size is None else in_features // self.group_size
+
+    def bits_per_weight(self, in_features: int) -> float:
+        """Stored bits per weight with scales (16 bits) and, when asymmetric, zeros (`bits` bits)."""
+        per_group = 16 + (0 if self.symmetric else self.bits)
+        return self.bits + per_group * self.groups(in_features) / in_features
+
+    def label(self) -> str:
+        """Short human name, for example ``4 bits, group 64, symmetric``."""
+        group = "per channel" if self.group_size is None else f"group {self.group_size}"
+        return f"{self.bits} bits, {group}, {'symmetric' if self.symmetric else 'asymmetric'}"
