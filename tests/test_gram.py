@@ -28,8 +28,8 @@ def test_whole_number_inputs_give_the_exact_gram_however_they_are_batched() -> N
     x = torch.randint(-8, 9, (96, 384)).float()
     whole, parts = GramAccumulator(384, "whole"), GramAccumulator(384, "parts")
     whole.add(x)
-    for part in x.split([1, 30, 0, 65]):
-        parts.add(part.unsqueeze(0))
+    for start, stop in ((0, 1), (1, 31), (31, 31), (31, 96)):
+        parts.add(x[start:stop].unsqueeze(0))
     expected = (x.long().t() @ x.long()).float() / 96
     assert torch.equal(whole.mean(), expected)
     assert torch.equal(parts.mean(), expected)

@@ -25,6 +25,7 @@ from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
 
 FIRST_DAMPING = 1e-6
+COMPARED_ROWS = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,13 +144,16 @@ def round_columns(
 
     A block starts with one matrix product that brings in the errors of all blocks before it. Inside a block every
     column reads the whole block: rows of `error` not reached yet hold finite weights and meet a feedback of zero.
+    A group of zeros has no scale of its own to correct others with, and stays zero.
     """
     out_features, in_features = weight.shape
     error = weight.t().index_select(0, order)  # [in, out]; row j turns from w_j into w_j - q_j
     target = error.clone()  # [in, out]; row j turns from w_j into the value to round, then into code - zero
     scales = scale.to(weight.dtype).t().contiguous().unbind(0)  # groups x [out]
-    lows = (-zero.to(weight.dtype)).t().contiguous().unbind(0)
-    highs = (spec.code_max - zero.to(weight.dtype)).t().contiguous().unbind(0)
+    empty = (weight == 0).reshape(*zero.shape, -1).all(dim=2)  # [out, groups, group] -> [out, groups]
+    low = (-zero.to(weight.dtype)).masked_fill_(empty, 0)
+    high = (spec.code_max - zero.to(weight.dtype)).masked_fill_(empty, 0)
+    lows, highs = low.t().contiguous().unbind(0), high.t().contiguous().unbind(0)
     groups = (order // (in_features // len(scales))).tolist()
     for start in range(0, in_features, block_size):
         stop = min(start + block_size, in_features)
@@ -186,11 +190,17 @@ def _rows_worse(weight: Tensor, solved: QuantizedWeight, nearest: QuantizedWeigh
     """Rows [out] on which `solved` has a strictly larger proxy loss than `nearest`.
 
     The difference of the two losses, a H a^T - b H b^T = (a - b) H (a + b)^T, takes one product and no cancellation.
+    Rows go in batches that stay in cache.
     """
-    first, second = solved.dequantize().to(weight.dtype), nearest.dequantize().to(weight.dtype)
-    apart = second - first  # a - b
-    both = first.add_(second).sub_(weight, alpha=2)  # -(a + b)
-    return (apart @ gram.to(weight.dtype)).mul_(both).sum(dim=1) < 0
+    gram = gram.to(weight.dtype)
+    worse = []
+    for start in range(0, weight.shape[0], COMPARED_ROWS):
+        stop = start + COMPARED_ROWS
+        first, second = (grid.rows(start, stop).dequantize().to(weight.dtype) for grid in (solved, nearest))
+        apart = second - first  # a - b
+        both = first.add_(second).sub_(weight[start:stop], alpha=2)  # -(a + b)
+        worse.append((apart @ gram).mul_(both).sum(dim=1) < 0)
+    return torch.cat(worse)
 
 
 METHOD = Method(

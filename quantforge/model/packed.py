@@ -52,7 +52,9 @@ class PackedCheckpoint:
 
     def read(self, key: str) -> torch.Tensor:
         """A float tensor; a site's weight is float32 [out, in], dequantized from its packed tensors."""
-        return self.decode(key.removesuffix(".weight")).dequantize() if self.is_packed(key) else self.checkpoint.read(key)
+        return (
+            self.decode(key.removesuffix(".weight")).dequantize() if self.is_packed(key) else self.checkpoint.read(key)
+        )
 
     def decode(self, site: str) -> DecodedWeight:
         """Codes, scales and zeros of one site."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from quantforge.model.packed import PackedCheckpoint, open_any, quantization_config
 from quantforge.model.sites import ModelLayout
-from quantforge.model.source import DTYPES, Checkpoint
+from quantforge.model.shards import DTYPES
+from quantforge.model.source import Checkpoint
 from quantforge.model.streamed import StreamedModel
 
 
@@ -40,7 +41,9 @@ class CheckpointDescription:
         return asdict(self)
 
 
-def describe_checkpoint(path: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> CheckpointDescription:
+def describe_checkpoint(
+    path: str, allow_pickle: bool = False, trust_remote_code: bool = False
+) -> CheckpointDescription:
     """Describe a float or quantized checkpoint; raises SourceError when its files are inconsistent."""
     source = open_any(path, allow_pickle=allow_pickle)
     layout: ModelLayout = StreamedModel(source, trust_remote_code=trust_remote_code).layout

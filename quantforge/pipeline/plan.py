@@ -193,9 +193,7 @@ def _apply_ignore(
     return sites, [site for site in layout.sites if site.name in ignored]
 
 
-def _choose_group_size(
-    asked: int | str, sites: list[LinearSite], problems: list[str], notes: list[str]
-) -> int | None:
+def _choose_group_size(asked: int | str, sites: list[LinearSite], problems: list[str], notes: list[str]) -> int | None:
     """The group size in force; None is one scale a row. One that is given is obeyed or refused, never changed."""
     widths = Counter(site.in_features for site in sites)
     if asked == "auto":

@@ -293,4 +293,3 @@ def _write(
     content.pop("outputs")
     write_json(directory / REPORT_FILE, content)
     return written.tensors
-

@@ -120,7 +120,9 @@ class Workspace:
             with safe_open(file, "pt") as tensors:
                 return tensors.get_tensor("hidden").clone()
         except (SafetensorError, OSError) as error:
-            raise WorkspaceError(f"{file} is missing or damaged ({error}); delete {self.path} to start again") from error
+            raise WorkspaceError(
+                f"{file} is missing or damaged ({error}); delete {self.path} to start again"
+            ) from error
 
     def _hidden_file(self, layer: int) -> Path:
         return self.path / f"hidden-{layer:05d}.safetensors"

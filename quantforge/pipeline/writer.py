@@ -13,7 +13,7 @@ import torch
 
 from quantforge.errors import SourceError
 from quantforge.formats import CheckpointFacts, Format
-from quantforge.model.source import DTYPE_NAMES, DTYPES, INDEX_FILE, SINGLE_FILE
+from quantforge.model.shards import DTYPE_NAMES, DTYPES, INDEX_FILE, SINGLE_FILE
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.workspace import Workspace, sync_directory
 
@@ -188,4 +188,3 @@ def _side_files(source: Path) -> Iterator[Path]:
             and file.stat().st_size <= SIDE_FILE_LIMIT_BYTES
         ):
             yield file
-

@@ -54,7 +54,9 @@ class Scheme:
 
     def label(self) -> str:
         group = "per channel" if self.group_size is None else f"group {self.group_size}"
-        return f"{self.bits} bits, {group}, {'symmetric' if self.symmetric else 'asymmetric'} ({self.checkpoint_format})"
+        return (
+            f"{self.bits} bits, {group}, {'symmetric' if self.symmetric else 'asymmetric'} ({self.checkpoint_format})"
+        )
 
 
 @dataclass(frozen=True)

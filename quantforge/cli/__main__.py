@@ -1,7 +1,0 @@
-"""``python -m quantforge.cli`` is the ``quantforge`` command."""
-
-import sys
-
-from quantforge.cli import main
-
-sys.exit(main())
