@@ -38,7 +38,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
 
 
 def test_help_answers_in_half_a_second() -> None:
-    command = [sys.executable, "-m", "quantforge.cli", "--help"]
+    command = [sys.executable, "-m", "quantforge", "--help"]
     times = []
     for _ in range(3):
         started = time.perf_counter()

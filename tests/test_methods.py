@@ -45,12 +45,13 @@ def test_given_options_replace_defaults() -> None:
     [
         ("gptq", {"dampening": 0.1}, "no option 'dampening'; its options are: act_order, damping, block_size"),
         ("rtn", {"damping": 0.1}, "method rtn has no option 'damping'; its options are: none"),
-        ("gptq", {"damping": -0.1}, r"gptq\.damping must lie in \[0\.0, 1\.0\]; got -0\.1"),
+        ("gptq", {"damping": -0.1}, r"gptq\.damping must lie in \\[0, 1\]; got -0\.1"),
         ("gptq", {"damping": 1.5}, r"gptq\.damping must lie in"),
+        ("gptq", {"damping": float("nan")}, r"gptq\.damping must lie in \[0, 1\]; got nan"),
         ("gptq", {"block_size": 0}, r"gptq\.block_size must lie in"),
-        ("gptq", {"block_size": 12.5}, r"gptq\.block_size must be a int; got 12\.5"),
-        ("gptq", {"act_order": 1}, r"gptq\.act_order must be a bool; got 1"),
-        ("gptq", {"damping": True}, r"gptq\.damping must be a float; got True"),
+        ("gptq", {"block_size": 12.5}, r"gptq\.block_size must be of type int; got 12\.5"),
+        ("gptq", {"act_order": 1}, r"gptq\.act_order must be of type bool; got 1"),
+        ("gptq", {"damping": True}, r"gptq\.damping must be of type float; got True"),
     ],
 )
 def test_wrong_option_is_refused_with_what_is_allowed(name: str, given: dict[str, OptionValue], message: str) -> None:

@@ -4,6 +4,7 @@ To add a method, write ``methods/<name>.py`` with a module constant ``METHOD: Me
 """
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -80,13 +81,14 @@ class Method:
             if type(value) is not type(option.default) and not (
                 isinstance(option.default, float) and isinstance(value, int) and not isinstance(value, bool)
             ):
-                raise UsageError(f"{self.name}.{key} must be a {type(option.default).__name__}; got {value!r}")
+                raise UsageError(f"{self.name}.{key} must be of type {type(option.default).__name__}; got {value!r}")
             if option.choices and value not in option.choices:
                 raise UsageError(f"{self.name}.{key} must be one of {', '.join(map(str, option.choices))}; got {value}")
             number = float(value) if isinstance(value, int | float) else 0.0
-            low, high = option.minimum, option.maximum
-            if (low is not None and number < low) or (high is not None and number > high):
-                raise UsageError(f"{self.name}.{key} must lie in [{low}, {high}]; got {value}")
+            low = -math.inf if option.minimum is None else option.minimum
+            high = math.inf if option.maximum is None else option.maximum
+            if not low <= number <= high:  # also refuses NaN
+                raise UsageError(f"{self.name}.{key} must lie in [{low:g}, {high:g}]; got {value}")
         return {key: given.get(key, option.default) for key, option in self.options.items()}
 
 

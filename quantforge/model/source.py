@@ -88,7 +88,7 @@ class Checkpoint:
         buffer = torch.empty(info.total_bytes, dtype=torch.uint8)
         with opened(self.path / info.file) as handle:
             handle.seek(info.start)
-            got = handle.readinto(memoryview(buffer.numpy())) if info.total_bytes else 0
+            got = handle.readinto(buffer.numpy().data) if info.total_bytes else 0
         if got != info.total_bytes:
             raise SourceError(f"{self.path / info.file}: {key} ends after {got} of {info.total_bytes} bytes")
         return buffer.view(DTYPES[info.dtype]).reshape(info.shape)

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from quantforge.model.packed import PackedCheckpoint, open_any, quantization_config
-from quantforge.model.sites import ModelLayout
 from quantforge.model.shards import DTYPES
+from quantforge.model.sites import ModelLayout
 from quantforge.model.source import Checkpoint
 from quantforge.model.streamed import StreamedModel
 

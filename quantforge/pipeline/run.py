@@ -22,7 +22,7 @@ from quantforge.model.tokenizer import load_tokenizer
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.solve import put_back, solve_sites
 from quantforge.pipeline.verify import verify_checkpoint
-from quantforge.pipeline.workspace import Workspace, sync_directory
+from quantforge.pipeline.workspace import Workspace, disk_errors, owned, sync_directory
 from quantforge.pipeline.writer import write_checkpoint, write_json
 from quantforge.quantized import QuantizedWeight
 from quantforge.recipe import Recipe
@@ -51,10 +51,15 @@ def quantize(recipe: Recipe, plan: Plan) -> Iterator[Event]:
     Interrupted at any moment, the same call continues from the last committed layer and gives the same bytes. Raises
     QuantforgeError subclasses; nothing is published unless everything succeeded.
     """
+    work = plan.output.parent / f"{plan.output.name}.partial"
+    with disk_errors(work):
+        yield from _quantize(recipe, plan, work)
+
+
+def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
     calibration = _calibration(recipe, plan)
     fingerprint = _fingerprint(recipe, plan, calibration)
-    work = plan.output.with_name(plan.output.name + ".partial")
-    if plan.output.exists():
+    if os.path.lexists(plan.output):
         yield from _already_published(plan, fingerprint, work)
         return
     with Workspace.open(work, plan.spec, fingerprint) as workspace:
@@ -76,7 +81,7 @@ def quantize(recipe: Recipe, plan: Plan) -> Iterator[Event]:
             outputs.append(OutputReport(name, str(plan.output_of(name)), directory_bytes(directory), tensors))
         if len(plan.formats) > 1:
             write_json(staged / REPORT_FILE, {"fingerprint": fingerprint})
-        if plan.output.exists():
+        if os.path.lexists(plan.output):
             raise WorkspaceError(f"{plan.output} appeared during the run; the finished output is in {staged}")
         os.rename(staged, plan.output)
         sync_directory(plan.output.resolve().parent)
@@ -205,7 +210,10 @@ def _fingerprint(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None)
         "model": plan.checkpoint.fingerprint(),
         "method": plan.method,
         "options": plan.options,
-        "spec": [plan.spec.bits, plan.spec.group_size, plan.spec.symmetric, plan.spec.scale_dtype],
+        "bits": plan.spec.bits,
+        "group_size": plan.spec.group_size,
+        "symmetric": plan.spec.symmetric,
+        "scale_dtype": plan.spec.scale_dtype,
         "sequential": recipe.sequential,
         "formats": list(plan.formats),
         "max_shard_bytes": recipe.max_shard_bytes,
@@ -217,17 +225,18 @@ def _fingerprint(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None)
 def _already_published(plan: Plan, fingerprint: dict[str, Any], work: Path) -> Iterator[Event]:
     """The output exists: finished by this very job (then there is nothing to do), or an error."""
     file = plan.output / REPORT_FILE
-    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    if known.get("fingerprint") != json.loads(json.dumps(fingerprint)):
-        raise WorkspaceError(f"{plan.output} already exists; choose another --output or remove it")
-    layers = known.get("layers") or json.loads(
-        (plan.output_of(plan.formats[0]) / REPORT_FILE).read_text(encoding="utf-8")
-    ).get("layers")
-    reports = tuple(LayerReport.from_json(layer) for layer in layers)
+    try:
+        known = json.loads(file.read_text(encoding="utf-8"))
+        if known["fingerprint"] != json.loads(json.dumps(fingerprint)):
+            raise ValueError("another run's")
+        first = (plan.output_of(plan.formats[0]) / REPORT_FILE).read_text(encoding="utf-8")
+        reports = tuple(LayerReport.from_json(layer) for layer in json.loads(first)["layers"])
+    except (OSError, ValueError, LookupError, TypeError) as error:  # no report, a damaged one, another run's
+        raise WorkspaceError(f"{plan.output} already exists; choose another --output or remove it") from error
     outputs = tuple(
         OutputReport(name, str(plan.output_of(name)), directory_bytes(plan.output_of(name)), 0) for name in plan.formats
     )
-    if work.exists():
+    if owned(work):
         shutil.rmtree(work)  # killed after publishing, before cleaning up
     yield RunStarted(plan.layers, plan.layers, (f"{plan.output} is already complete; nothing to do",))
     yield RunFinished(_run_report(plan, reports, None, outputs))

@@ -13,17 +13,23 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from quantforge.errors import WorkspaceError
+from quantforge.errors import QuantforgeError, WorkspaceError
 from quantforge.numerics.bits import pack_codes, unpack_codes
 from quantforge.quantized import QuantizedWeight
 from quantforge.report import LayerReport
 from quantforge.spec import QuantSpec
+
+FINGERPRINT_FILE = "fingerprint.json"
+FIRST_FILES = {"lock", FINGERPRINT_FILE, f"{FINGERPRINT_FILE}.tmp"}
+"""All that a run has written when it is killed before its first layer."""
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Workspace:
@@ -36,12 +42,20 @@ class Workspace:
     @staticmethod
     @contextmanager
     def open(path: Path, spec: QuantSpec, fingerprint: Mapping[str, Any]) -> Iterator["Workspace"]:
-        """Create the directory or continue in it; WorkspaceError when another process or another run owns it."""
+        """Create the directory or continue in it; WorkspaceError when another process or another run owns it.
+
+        A directory that no run has made is left alone: what is in it would be lost when the run has finished.
+        """
         path.mkdir(parents=True, exist_ok=True)
-        with open(path / "lock", "w", encoding="utf-8") as lock:
+        if not owned(path) and (strangers := sorted({entry.name for entry in path.iterdir()} - FIRST_FILES)):
+            raise WorkspaceError(
+                f"{path} is needed for unfinished work, but holds {len(strangers)} other files "
+                f"({', '.join(strangers[:3])}) and no {FINGERPRINT_FILE}; move it away or choose another --output"
+            )
+        with open(path / "lock", "a", encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise WorkspaceError(f"{path} is in use by another quantforge process") from error
             workspace = Workspace(path, spec)
             workspace._check_fingerprint(json.loads(json.dumps(fingerprint)))
@@ -50,19 +64,17 @@ class Workspace:
             yield workspace
 
     def _check_fingerprint(self, fingerprint: dict[str, Any]) -> None:
-        file = self.path / "fingerprint.json"
+        file = self.path / FINGERPRINT_FILE
         if not file.exists():
-            if any(self.path.glob("layer-*")):
-                raise WorkspaceError(f"{self.path} holds layers but no fingerprint.json; delete it to start again")
             write_atomically(file, json.dumps(fingerprint, indent=1, sort_keys=True).encode())
             return
-        known = json.loads(file.read_text(encoding="utf-8"))
-        differing = [key for key in sorted(known.keys() | fingerprint.keys()) if known.get(key) != fingerprint.get(key)]
+        was, now = _flat(self._read_json(file)), _flat(fingerprint)
+        differing = [key for key in sorted(was.keys() | now.keys()) if was.get(key) != now.get(key)]
         if differing:
-            lines = [f"  {key}: was {known.get(key)!r}, now {fingerprint.get(key)!r}" for key in differing]
+            lines = [f"  {key}: was {was.get(key)!r}, now {now.get(key)!r}" for key in differing]
             raise WorkspaceError(
-                f"{self.path} holds the unfinished layers of a different run. Give the earlier settings to carry it on, "
-                f"delete the directory to start again, or choose another --output.\n" + "\n".join(lines)
+                f"{self.path} holds the unfinished layers of a different run. Give the earlier settings to carry it "
+                "on, delete the directory to start again, or choose another --output.\n" + "\n".join(lines)
             )
 
     # -------------------------------------------------------------------------------------------- layers
@@ -92,10 +104,13 @@ class Workspace:
 
     def reports(self) -> list[LayerReport]:
         """The reports of the committed layers."""
-        return [
-            LayerReport.from_json(json.loads((self.path / f"layer-{layer:05d}.json").read_text(encoding="utf-8")))
-            for layer in range(self.done())
-        ]
+        reports = []
+        for file in [self.path / f"layer-{layer:05d}.json" for layer in range(self.done())]:
+            try:
+                reports.append(LayerReport.from_json(self._read_json(file)))
+            except (KeyError, TypeError) as error:
+                raise self._damaged(file, error) from error
+        return reports
 
     def weight(self, layer: int, name: str, in_features: int) -> QuantizedWeight:
         """One committed site."""
@@ -109,20 +124,31 @@ class Workspace:
                     if self.spec.symmetric
                     else tensors.get_tensor(f"{name}.zero").clone()
                 )
-        except (SafetensorError, OSError) as error:
-            raise WorkspaceError(f"{file} is damaged ({error}); delete {self.path} to start again") from error
-        return QuantizedWeight(self.spec, codes, scale, zero)
+            return QuantizedWeight(self.spec, codes, scale, zero)
+        except (SafetensorError, OSError, ValueError, QuantforgeError) as error:
+            raise self._damaged(file, error) from error
 
     def hidden(self, layer: int) -> torch.Tensor:
         """The committed input of a layer, in freshly allocated (aligned) memory so that results do not change."""
         file = self._hidden_file(layer)
         try:
             with safe_open(file, "pt") as tensors:
-                return tensors.get_tensor("hidden").clone()
+                hidden: torch.Tensor = tensors.get_tensor("hidden").clone()
         except (SafetensorError, OSError) as error:
-            raise WorkspaceError(
-                f"{file} is missing or damaged ({error}); delete {self.path} to start again"
-            ) from error
+            raise self._damaged(file, error) from error
+        return hidden
+
+    def _read_json(self, file: Path) -> dict[str, Any]:
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise self._damaged(file, error) from error
+        if not isinstance(content, dict):
+            raise self._damaged(file, TypeError(f"a {type(content).__name__}, not an object"))
+        return content
+
+    def _damaged(self, file: Path, error: Exception) -> WorkspaceError:
+        return WorkspaceError(f"{file} is missing or damaged ({error}); delete {self.path} to start again")
 
     def _hidden_file(self, layer: int) -> Path:
         return self.path / f"hidden-{layer:05d}.safetensors"
@@ -142,22 +168,64 @@ class Workspace:
         shutil.rmtree(self.path)
 
 
-def write_atomically(file: Path, data: bytes) -> None:
-    """Write under a temporary name, flush to the disk, rename. A full disk leaves no partial file behind."""
-    temporary = file.with_name(file.name + ".tmp")
+def owned(path: Path) -> bool:
+    """True when a directory is the workspace of some run."""
+    return (path / FINGERPRINT_FILE).is_file()
+
+
+def _flat(fingerprint: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested fields under dotted names, so that a difference is told by its field."""
+    flat: dict[str, Any] = {}
+    for key, value in fingerprint.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """The one place where what the system refuses becomes a message: a full disk, missing rights, a name too long.
+
+    Half-written output in the work directory `path` is removed, which also gives its space back; committed layers stay.
+    """
     try:
-        with open(temporary, "wb") as handle:
-            handle.write(data)
+        yield
+    except OSError as error:
+        if owned(path):
+            shutil.rmtree(path / "output", ignore_errors=True)
+        file = error.filename2 or error.filename or path
+        reason = "the disk is full" if error.errno in FULL else error.strerror or str(error)
+        advice = "free some space" if error.errno in FULL else "remove the cause, or choose another --output,"
+        raise WorkspaceError(
+            f"{reason}: {file} could not be written or read. Nothing was published; finished layers are kept in {path}. "
+            f"To continue, {advice} and run the same command again."
+        ) from error
+
+
+@contextmanager
+def durable(file: Path) -> Iterator[BinaryIO]:
+    """Open for writing, flush to the disk at the end; an OSError names the file."""
+    try:
+        with open(file, "wb") as handle:
+            yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(temporary, file)
     except OSError as error:
+        error.filename = error.filename or str(file)
+        raise
+
+
+def write_atomically(file: Path, data: bytes) -> None:
+    """Write under a temporary name, flush to the disk, rename. A failure leaves no partial file behind."""
+    temporary = file.with_name(file.name + ".tmp")
+    try:
+        with durable(temporary) as handle:
+            handle.write(data)
+        os.replace(temporary, file)
+    except BaseException:
         temporary.unlink(missing_ok=True)
-        if error.errno == errno.ENOSPC:
-            raise WorkspaceError(
-                f"the disk is full: {file} needs {len(data)} bytes. Committed layers are kept; free some space and run "
-                "the same command again."
-            ) from error
         raise
     sync_directory(file.parent)
 

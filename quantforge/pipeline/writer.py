@@ -1,7 +1,6 @@
 """Assemble a checkpoint directory from committed layers and the source's other tensors, one tensor at a time in memory."""
 
 import json
-import os
 import shutil
 import struct
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from quantforge.errors import SourceError
 from quantforge.formats import CheckpointFacts, Format
 from quantforge.model.shards import DTYPE_NAMES, DTYPES, INDEX_FILE, SINGLE_FILE
 from quantforge.pipeline.plan import Plan
-from quantforge.pipeline.workspace import Workspace, sync_directory
+from quantforge.pipeline.workspace import Workspace, durable, sync_directory
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"}
 SKIPPED_FILES = {"config.json", "quantize_config.json", "README.md", ".gitattributes"}
@@ -71,10 +70,8 @@ def write_checkpoint(
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """JSON with a trailing newline, flushed to the disk."""
-    with open(file, "w", encoding="utf-8") as handle:
-        handle.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-        handle.flush()
-        os.fsync(handle.fileno())
+    with durable(file) as handle:
+        handle.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
 def _entries(plan: Plan, workspace: Workspace, chosen: Format, facts: CheckpointFacts) -> list[_Entry]:
@@ -137,7 +134,7 @@ def _write_shard(
         offset = stop
     raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     raw += b" " * (-len(raw) % 8)
-    with open(file, "wb") as handle:
+    with durable(file) as handle:
         handle.write(struct.pack("<Q", len(raw)) + raw)
         encoded: dict[str, torch.Tensor] = {}
         for entry in shard:
@@ -147,8 +144,6 @@ def _write_shard(
                 if entry.key not in encoded:
                     encoded = _encode(entry.site, plan, workspace, chosen, facts)
                 _write_tensor(handle, entry, encoded[entry.key])
-        handle.flush()
-        os.fsync(handle.fileno())
     expected = 8 + len(raw) + offset
     if file.stat().st_size != expected:
         raise SourceError(f"{file} has {file.stat().st_size} bytes after writing, expected {expected}")
@@ -164,7 +159,7 @@ def _encode(
 def _write_tensor(handle: Any, entry: _Entry, tensor: torch.Tensor) -> None:
     if (DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) != (entry.dtype, entry.shape):
         raise SourceError(f"{entry.key} is {tensor.dtype} {list(tensor.shape)}, planned {entry.dtype} {entry.shape}")
-    handle.write(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    handle.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _copy_side_files(source: Path, directory: Path) -> None:
@@ -172,7 +167,8 @@ def _copy_side_files(source: Path, directory: Path) -> None:
     for file in _side_files(source):
         target = directory / file.relative_to(source)
         target.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, target)
+        with open(file, "rb") as original, durable(target) as copy:
+            shutil.copyfileobj(original, copy)
 
 
 def _side_files(source: Path) -> Iterator[Path]:
