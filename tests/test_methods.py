@@ -45,7 +45,7 @@ def test_given_options_replace_defaults() -> None:
     [
         ("gptq", {"dampening": 0.1}, "no option 'dampening'; its options are: act_order, damping, block_size"),
         ("rtn", {"damping": 0.1}, "method rtn has no option 'damping'; its options are: none"),
-        ("gptq", {"damping": -0.1}, r"gptq\.damping must lie in \\[0, 1\]; got -0\.1"),
+        ("gptq", {"damping": -0.1}, r"gptq\.damping must lie in \[0, 1\]; got -0\.1"),
         ("gptq", {"damping": 1.5}, r"gptq\.damping must lie in"),
         ("gptq", {"damping": float("nan")}, r"gptq\.damping must lie in \[0, 1\]; got nan"),
         ("gptq", {"block_size": 0}, r"gptq\.block_size must lie in"),

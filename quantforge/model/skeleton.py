@@ -17,6 +17,7 @@ def build_skeleton(source: TensorSource, *, trust_remote_code: bool = False) -> 
     """The float32 model on the meta device, in eval mode; buffers that are computed, not stored, are real."""
     import transformers
     from accelerate import init_empty_weights
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     transformers.logging.set_verbosity_error()
@@ -33,7 +34,10 @@ def build_skeleton(source: TensorSource, *, trust_remote_code: bool = False) -> 
                 model = AutoModelForCausalLM.from_config(
                     copy.deepcopy(config), trust_remote_code=trust_remote_code, dtype=torch.float32
                 )
-    except (ValueError, KeyError, ImportError, AttributeError, TypeError, OSError) as error:
+    except (
+        ValueError, LookupError, ImportError, AttributeError, TypeError, OSError, RuntimeError, ArithmeticError,
+        AssertionError, StrictDataclassError,
+    ) as error:  # fmt: skip
         hint = "" if trust_remote_code else " (a model with its own code needs --trust-remote-code)"
         raise SourceError(f"{source.path}: transformers cannot build this model{hint}: {error}") from error
     built: nn.Module = model.float().eval()

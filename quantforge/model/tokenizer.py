@@ -12,5 +12,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
-        raise SourceError(f"{path} has no tokenizer that can be read: {error}") from error
+    except Exception as error:  # the tokenizers library raises Exception itself
+        hint = "" if trust_remote_code else " (a tokenizer with its own code needs --trust-remote-code)"
+        reason = str(error) or type(error).__name__
+        raise SourceError(f"{path} has no tokenizer that can be read{hint}: {reason}") from error

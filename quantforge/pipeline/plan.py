@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 from quantforge.errors import PlanError, UsageError
 from quantforge.formats import SiteShape, load_format
 from quantforge.methods import Method, OptionValue, load_method
+from quantforge.model.packed import quantization_config
+from quantforge.model.shards import DTYPES
 from quantforge.model.sites import LinearSite, ModelLayout
 from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.model.streamed import StreamedModel
@@ -19,6 +21,7 @@ from quantforge.spec import QuantSpec, ScaleDtype
 
 GROUP_SIZES = (128, 64, 32)
 OFFERED_GROUP_SIZES = (256, 128, 96, 64, 48, 32, 16)
+SHOWN_TENSORS = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,17 +119,17 @@ def make_plan(recipe: Recipe) -> Plan:
     if len(set(recipe.formats)) != len(recipe.formats):
         raise UsageError(f"a format is given twice: {', '.join(recipe.formats)}")
     checkpoint = open_checkpoint(recipe.model, allow_pickle=recipe.allow_pickle)
-    if "quantization_config" in checkpoint.config:
-        method = checkpoint.config["quantization_config"].get("quant_method", "unknown")
+    if (quantized := quantization_config(checkpoint)) is not None:
+        method = quantized.get("quant_method", "unknown")
         raise PlanError([f"{checkpoint.path} is already quantized ({method}); start from the original checkpoint"])
     device = choose_device(recipe.device)
     streamed = StreamedModel(checkpoint, device, trust_remote_code=recipe.trust_remote_code)
     layout = streamed.layout
 
-    problems: list[str] = []
+    problems = list(_misfits(streamed, checkpoint))
     notes: list[str] = []
     sites, ignored = _apply_ignore(layout, recipe.ignore, problems)
-    group_size = _choose_group_size(recipe.group_size, sites, problems, notes)
+    group_size = _choose_group_size(recipe.group_size, sites, problems, notes) if sites else None
     scale_dtype = _choose_scale_dtype(recipe, checkpoint, notes)
     spec = QuantSpec(recipe.bits, group_size, recipe.symmetric, scale_dtype)
     if not sites:
@@ -140,6 +143,7 @@ def make_plan(recipe: Recipe) -> Plan:
     if device != "cpu":
         notes.append(f"computing on {device}")
     _note_unusual(layout, notes)
+    _note_unused(streamed, checkpoint, notes)
     return Plan(
         checkpoint=checkpoint,
         streamed=streamed,
@@ -153,6 +157,23 @@ def make_plan(recipe: Recipe) -> Plan:
         kept_linears=layout.kept_linears + tuple(site.name for site in ignored),
         notes=tuple(notes),
     )
+
+
+def _misfits(streamed: StreamedModel, checkpoint: Checkpoint) -> Iterator[str]:
+    """Tensors that are not what the model described by config.json needs."""
+    state = streamed.model.state_dict()
+    wrong = []
+    for target, key in streamed.keys.plain.items():
+        info, needed = checkpoint.tensors[key], state[target]
+        if info.shape != tuple(needed.shape):
+            wrong.append(f"  {key}: {list(info.shape)}, needed {list(needed.shape)}")
+        elif needed.is_floating_point() and not DTYPES[info.dtype].is_floating_point:
+            wrong.append(f"  {key}: {info.dtype}, needed a floating point dtype")
+    if wrong:
+        more = [f"  ... and {len(wrong) - SHOWN_TENSORS} more"] if len(wrong) > SHOWN_TENSORS else []
+        yield "\n".join(
+            [f"{checkpoint.path}: {len(wrong)} tensors do not fit config.json", *wrong[:SHOWN_TENSORS], *more]
+        )
 
 
 def choose_device(name: str) -> str:
@@ -237,7 +258,8 @@ def _choose_scale_dtype(recipe: Recipe, checkpoint: Checkpoint, notes: list[str]
     """Scales in the model's own 16-bit dtype; float32 models are served in float16, so float16 for them."""
     if recipe.scale_dtype != "auto":
         return recipe.scale_dtype
-    text = checkpoint.config.get("text_config") or {}
+    text = checkpoint.config.get("text_config")
+    text = text if isinstance(text, dict) else {}
     dtype = next(
         (str(c[key]) for c in (checkpoint.config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "float32"
     )
@@ -249,3 +271,14 @@ def _note_unusual(layout: ModelLayout, notes: list[str]) -> None:
     for reason, count in sorted(reasons.items()):
         if reason not in ("embedding", "output head"):
             notes.append(f"{count} tensors kept as they are: {reason}")
+
+
+def _note_unused(streamed: StreamedModel, checkpoint: Checkpoint, notes: list[str]) -> None:
+    """Tensors of no parameter may be rightly there (a draft head), or a sign of a config with too few layers."""
+    used = set(streamed.keys.plain.values()).union(*streamed.keys.converted.values())
+    unused = [key for key in checkpoint.tensors if key not in used]
+    if unused:
+        notes.append(
+            f"{len(unused)} tensors belong to no parameter of the model that config.json describes and are copied as they "
+            f"are: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}"
+        )

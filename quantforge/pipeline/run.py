@@ -62,13 +62,14 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
     if os.path.lexists(plan.output):
         yield from _already_published(plan, fingerprint, work)
         return
+    _refuse_if_strict(recipe, calibration.warnings if calibration is not None else ())
     with Workspace.open(work, plan.spec, fingerprint) as workspace:
         done = workspace.done()
         notes = calibration.notes if calibration is not None else ()
         yield RunStarted(plan.layers, done, notes)
         yield from _quantize_layers(recipe, plan, workspace, calibration)
         report = _report(plan, workspace, calibration)
-        _refuse_if_strict(recipe, report)
+        _refuse_if_strict(recipe, report.warnings)
         staged = workspace.fresh_output()
         outputs: list[OutputReport] = []
         for name in plan.formats:
@@ -104,7 +105,10 @@ def _quantize_layers(
     if done == plan.layers:
         return
     run: StreamedPass | None = None
-    if calibration is not None:
+    if calibration is None:
+        plan.streamed.load_outer()  # only to find a missing or non-finite tensor before the work, not after
+        plan.streamed.drop_outer()
+    else:
         run = plan.streamed.begin(calibration.tokens)
         plan.streamed.drop_outer()
         if done:
@@ -274,10 +278,10 @@ def _report(plan: Plan, workspace: Workspace, calibration: CalibrationSet | None
     return report
 
 
-def _refuse_if_strict(recipe: Recipe, report: RunReport) -> None:
-    if recipe.strict and report.warnings:
-        lines = "\n".join(f"  {warning}" for warning in report.warnings[:20])
-        raise QuantforgeError(f"--strict: {len(report.warnings)} warnings, nothing was published\n{lines}")
+def _refuse_if_strict(recipe: Recipe, warnings: Sequence[str]) -> None:
+    if recipe.strict and warnings:
+        lines = "\n".join(f"  {warning}" for warning in warnings[:20])
+        raise QuantforgeError(f"--strict: {len(warnings)} warnings, nothing was published\n{lines}")
 
 
 def _write(

@@ -61,7 +61,11 @@ class Workspace:
             workspace._check_fingerprint(json.loads(json.dumps(fingerprint)))
             for leftover in path.glob("*.tmp"):
                 leftover.unlink()
-            yield workspace
+            try:
+                yield workspace
+            except OSError:  # half-written output is of no use, and its space may be what is missing
+                shutil.rmtree(path / "output", ignore_errors=True)
+                raise
 
     def _check_fingerprint(self, fingerprint: dict[str, Any]) -> None:
         file = self.path / FINGERPRINT_FILE
@@ -188,19 +192,17 @@ def _flat(fingerprint: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def disk_errors(path: Path) -> Iterator[None]:
     """The one place where what the system refuses becomes a message: a full disk, missing rights, a name too long.
 
-    Half-written output in the work directory `path` is removed, which also gives its space back; committed layers stay.
+    `path` is the work directory.
     """
     try:
         yield
     except OSError as error:
-        if owned(path):
-            shutil.rmtree(path / "output", ignore_errors=True)
         file = error.filename2 or error.filename or path
         reason = "the disk is full" if error.errno in FULL else error.strerror or str(error)
         advice = "free some space" if error.errno in FULL else "remove the cause, or choose another --output,"
         raise WorkspaceError(
-            f"{reason}: {file} could not be written or read. Nothing was published; finished layers are kept in {path}. "
-            f"To continue, {advice} and run the same command again."
+            f"{reason}: {file} could not be written or read. Nothing was published; finished layers are kept in "
+            f"{path}. To continue, {advice} and run the same command again."
         ) from error
 
 
