@@ -1,7 +1,7 @@
 """Compare another loader's logits with ours, in whatever environment this runs.
 
     python scripts/check_loaders.py expect CHECKPOINT expected.pt     (environment with quantforge)
-    python scripts/check_loaders.py load CHECKPOINT expected.pt      (environment with transformers and the loader's package)
+    python scripts/check_loaders.py load CHECKPOINT expected.pt       (environment with transformers and a loader)
 
 `expect` computes float32 logits of our own dequantized model for a fixed text; `load` opens the checkpoint with
 AutoModelForCausalLM.from_pretrained in float32 and prints the largest difference; it exits 1 above 1e-3.

@@ -68,7 +68,9 @@ def main() -> None:
     subprocess.run(command("killed"), check=True, stdout=subprocess.DEVNULL)
     before, after = digests(args.work / "undisturbed"), digests(args.work / "killed")
     if before != after:
-        sys.exit(f"the outputs differ: {sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))}")
+        sys.exit(
+            f"the outputs differ: {sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))}"
+        )
     print(f"{len(before)} files, byte-identical after {kills} kills")
 
 

@@ -45,7 +45,9 @@ def measure(model: Path, output: Path, args: argparse.Namespace) -> tuple[int, f
         *("--group-size", "64", "--dataset", args.text, "--nsamples", str(args.nsamples)),
     ]
     started = time.monotonic()
-    pid = os.posix_spawn(sys.executable, command, os.environ, file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)])
+    pid = os.posix_spawn(
+        sys.executable, command, os.environ, file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)]
+    )
     _, status, usage = os.wait4(pid, 0)
     if status:
         sys.exit(f"quantize failed with status {status}")

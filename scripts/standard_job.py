@@ -3,8 +3,8 @@
     python scripts/standard_job.py MODEL --data DIR --out rows.json [--rows rtn-4-sym,gptq-4-sym,...]
 
 DIR holds c4/c4.calib.txt, c4/c4.eval.txt and wikitext-2-raw/wiki.test.raw. Calibration is 64 sequences of 512 tokens of
-the first, evaluation 16 windows of 2048 tokens spread evenly over each of the others. Rows already in the output file are
-kept and not computed again, so the job can be stopped and carried on.
+the first, evaluation 16 windows of 2048 tokens spread evenly over each of the others. Rows already in the output file
+are kept and not computed again, so the job can be stopped and carried on.
 """
 
 import argparse
@@ -35,7 +35,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", default=",".join(["fp", *ROWS]), help="METHOD-BITS-sym|asym, fp, or a checkpoint path")
+    parser.add_argument(
+        "--rows", default=",".join(["fp", *ROWS]), help="METHOD-BITS-sym|asym, fp, or a checkpoint path"
+    )
     parser.add_argument("--work", type=Path, default=Path("standard-job.partial"))
     parser.add_argument("--calibration", help="instead of DIR/c4/c4.calib.txt; builtin for the embedded text")
     parser.add_argument("--group-size", type=int, default=64)
@@ -73,9 +75,7 @@ def make(row: str, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     )
     started, cpu = time.monotonic(), cpu_seconds()
     plan = make_plan(recipe)
-    last = None
-    for event in quantize(recipe, plan):
-        last = event
+    *_, last = quantize(recipe, plan)
     assert isinstance(last, RunFinished)
     cost = {"wall_seconds": time.monotonic() - started, "cpu_seconds": cpu_seconds() - cpu}
     return str(output), cost | {"bits_per_weight": plan.bits_per_weight, "bytes": last.report.outputs[0].total_bytes}

@@ -18,10 +18,10 @@ LEVELS = {
     2: {"methods", "formats", "readers", "kernels"},
     3: {"model", "calibration", "evaluate"},
     4: {"pipeline", "integrations"},
-    5: {"cli"},
+    5: {"cli", "__main__"},
 }
 LEVEL_OF = {unit: level for level, units in LEVELS.items() for unit in units}
-SHARED = {*LEVELS[0], "quantized"}  # plain values, which their own level may use too
+SHARED = {*LEVELS[0], "quantized", "cli"}  # plain values, which their own level may use too; and what __main__ starts
 
 PLACES = {  # third-party package -> units that may import it; a package not listed may be imported from level 1 up
     "typer": {"cli"},

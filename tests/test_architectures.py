@@ -44,7 +44,8 @@ CONFIGS |= {
     ),
     "gpt_neox": NO_HEAD_DIM,
     "gpt_neo": dict(
-        hidden_size=64, num_layers=LAYERS, num_heads=4, vocab_size=128, max_position_embeddings=128, intermediate_size=96,
+        hidden_size=64, num_layers=LAYERS, num_heads=4, vocab_size=128, max_position_embeddings=128,
+        intermediate_size=96,
         attention_types=[[["global", "local"], LAYERS // 2]], window_size=SLIDING_WINDOW,
     ),
     "bloom": dict(hidden_size=64, n_layer=LAYERS, n_head=4, vocab_size=128),

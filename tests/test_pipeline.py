@@ -51,9 +51,7 @@ def recipe_for(model: Path, output: Path, text: Path, **changes: Any) -> Recipe:
 
 
 def finish(recipe: Recipe) -> RunReport:
-    last: Event | None = None
-    for last in quantize(recipe, make_plan(recipe)):
-        pass
+    *_, last = quantize(recipe, make_plan(recipe))
     assert isinstance(last, RunFinished)
     return last.report
 
@@ -244,7 +242,10 @@ def test_experts_are_kept_as_they_are_and_listed(text: Path, tmp_path: Path) -> 
     MixtralForCausalLM(config).save_pretrained(tmp_path / "moe")
     _build_tokenizer().save_pretrained(tmp_path / "moe")
     report = finish(recipe_for(tmp_path / "moe", tmp_path / "out", text))
-    source, written = load_file(tmp_path / "moe" / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    source, written = (
+        load_file(tmp_path / "moe" / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
     experts = [key for key in source if "expert" in key]
     assert experts and all(torch.equal(source[key], written[key]) for key in experts)
     assert {s.name.split(".")[-1] for s in report.layers[0].sites} == {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -419,7 +420,9 @@ def test_killed_with_sigkill_at_random_moments_and_rerun_the_output_is_byte_iden
     partial = tmp_path / "b" / "out.partial"
     kills = 0
     for stop_at in (0, 3, 6, 9):  # kill as soon as that layer's file appears, or a little later
-        process = subprocess.Popen(command(tmp_path / "b" / "out"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command(tmp_path / "b" / "out"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         while process.poll() is None and not (partial / f"layer-{stop_at:05d}.safetensors").exists():
             time.sleep(0.001)
         time.sleep(0.02 * kills)

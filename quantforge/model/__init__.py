@@ -1,1 +1,1 @@
-"""Reading checkpoints and running their decoder layers one at a time. No class per architecture: everything is probed."""
+"""Reading checkpoints and running their decoder layers one at a time, without a class per architecture."""

@@ -1,6 +1,7 @@
 """Input statistics of a decoder layer's sites: one Gram for each set of sites that read the same tensor."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -84,10 +85,8 @@ def observe(run: StreamedPass, index: int, modules: Mapping[str, nn.Module]) -> 
     layer = run.owner.layers[index]
     try:
         for call, hidden in run.batches(index):
-            try:
+            with suppress(_Observed):
                 call.run(layer, hidden)
-            except _Observed:
-                pass
             watch.batch_done()
     finally:
         for handle in hooks:

@@ -42,7 +42,7 @@ class PackedCheckpoint:
     def keys(self) -> list[str]:
         """The keys of the float checkpoint: ``<site>.weight`` stands for a site's packed tensors."""
         packed = {key for parts in self.sites.values() for key in parts.values()}
-        return [key for key in self.checkpoint.keys() if key not in packed] + [f"{site}.weight" for site in self.sites]
+        return [key for key in self.checkpoint.tensors if key not in packed] + [f"{site}.weight" for site in self.sites]
 
     def is_packed(self, key: str) -> bool:
         return key.removesuffix(".weight") in self.sites

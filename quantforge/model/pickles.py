@@ -23,8 +23,9 @@ def unpickle(full: Path) -> dict[str, torch.Tensor]:
         pickle.UnpicklingError, struct.error, EOFError, OSError, RuntimeError, ValueError, LookupError, TypeError,
         AttributeError, AssertionError, ImportError, ArithmeticError,
     ) as error:  # fmt: skip
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = next((line for line in lines if "WeightsUnpickler" in line), lines[0])  # not torch's unsafe advice
+        # torch wraps the reason in advice to switch the protection off; the exception underneath has it plain
+        reason = str(error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error)
+        reason = reason.strip().partition("\n")[0] or type(error).__name__
         size = full.stat().st_size if full.exists() else 0
         raise SourceError(
             f"{full} ({size} bytes) is damaged, or holds more than tensors and is refused: {reason[:300]}"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from quantforge.errors import SourceError
-from quantforge.model.skeleton import KeyMap, find_stack
+from quantforge.model.skeleton import KeyMap, find_stack, is_conv1d
 
 ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
 
@@ -48,13 +48,6 @@ class ModelLayout:
     kept_linears: tuple[str, ...]
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """True for GPT-2's Conv1D, a linear layer that stores its weight [in, out]."""
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, Conv1D)
-
-
 def read_layout(model: nn.Module, keys: KeyMap) -> ModelLayout:
     """Sort every matrix of the model into sites and kept parameters."""
     stack, layers = find_stack(model)
@@ -86,7 +79,8 @@ def read_layout(model: nn.Module, keys: KeyMap) -> ModelLayout:
                 kept_linears.append(keys.plain.get(name, name).removesuffix(".weight"))
     if missing:
         raise SourceError(
-            f"{len(missing)} parameters of the decoder layers have no tensor in the checkpoint: {', '.join(missing[:3])}"
+            f"{len(missing)} parameters of the decoder layers have no tensor in the checkpoint: "
+            f"{', '.join(missing[:3])}"
         )
     head = _output_head(model)
     if head is not None and head not in kept_linears:  # tied to the embedding

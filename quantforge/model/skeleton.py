@@ -20,7 +20,7 @@ def build_skeleton(source: TensorSource, *, trust_remote_code: bool = False) -> 
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    transformers.logging.set_verbosity_error()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(str(source.path), trust_remote_code=trust_remote_code)
         if hasattr(config, "quantization_config"):
@@ -31,7 +31,7 @@ def build_skeleton(source: TensorSource, *, trust_remote_code: bool = False) -> 
             if known is not None and named.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
                 model = known._from_config(copy.deepcopy(config), dtype=torch.float32)
             else:
-                model = AutoModelForCausalLM.from_config(
+                model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                     copy.deepcopy(config), trust_remote_code=trust_remote_code, dtype=torch.float32
                 )
     except (
@@ -43,6 +43,13 @@ def build_skeleton(source: TensorSource, *, trust_remote_code: bool = False) -> 
     built: nn.Module = model.float().eval()
     built.tie_weights()  # type: ignore[operator]
     return built.requires_grad_(False)
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """True for GPT-2's Conv1D, a linear layer that stores its weight [in, out]."""
+    from transformers.pytorch_utils import Conv1D
+
+    return isinstance(module, Conv1D)
 
 
 def find_stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -117,9 +124,7 @@ def fill(
     mapping: list[Any],
     device: torch.device,
 ) -> None:
-    """Read the named tensors into the model as float32; NumericsError on a non-finite weight, SourceError on a shape."""
-    from quantforge.model.sites import is_conv1d
-
+    """Read tensors into the model as float32; NumericsError on a non-finite weight, SourceError on a wrong shape."""
     for target, key in plain.items():
         owner_name, _, leaf = target.rpartition(".")
         owner = model.get_submodule(owner_name)
@@ -129,7 +134,8 @@ def fill(
         old = owner._parameters.get(leaf, owner._buffers.get(leaf))
         if old is not None and old.shape != tensor.shape:
             raise SourceError(
-                f"{source.path}: {key} is {list(tensor.shape)}, the model described by config.json needs {list(old.shape)}"
+                f"{source.path}: {key} is {list(tensor.shape)}, the model that config.json describes needs "
+                f"{list(old.shape)}"
             )
         tensor = tensor.to(device=device, dtype=torch.float32 if tensor.is_floating_point() else None)
         if leaf in owner._parameters:
@@ -143,7 +149,7 @@ def fill(
 def _convert_and_fill(
     model: nn.Module, source: TensorSource, keys: list[str], mapping: list[Any], device: torch.device
 ) -> None:
-    """Let transformers convert checkpoint tensors whose layout differs from the modules' (its only place in the code)."""
+    """Let transformers convert checkpoint tensors whose layout differs from the modules'; done nowhere else."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 

@@ -45,7 +45,7 @@ class LayerCall:
 
 
 class _StandIn(nn.Module):
-    """Takes a decoder layer's place: calls `on_call(args, kwargs)` and returns what it returns. Attributes read through."""
+    """Takes a decoder layer's place and returns what `on_call(args, kwargs)` does; attributes read through."""
 
     def __init__(self, inner: nn.Module, on_call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class StreamedModel:
         """Run embeddings and everything else before the decoder layers on int64 tokens [samples, length]."""
         self.load_outer()
         batch_size = max(1, TOKENS_PER_BATCH // tokens.shape[1])
-        batches = list(tokens.split(batch_size))
+        batches = list(torch.split(tokens, batch_size))
         returns = self._probe_return(batches[0][:1])
         interner = _Interner()
         calls: list[list[LayerCall]] = [[] for _ in self.layers]
@@ -221,14 +221,14 @@ class StreamedPass:
 
     def batches(self, index: int) -> Iterator[tuple[LayerCall, torch.Tensor]]:
         """(call, hidden states on the device) for each batch of layer `index`."""
-        for call, hidden in zip(self.calls[index], self.hidden.split(self.batch_size), strict=True):
+        for call, hidden in zip(self.calls[index], torch.split(self.hidden, self.batch_size), strict=True):
             yield call, hidden.to(self.owner.device)
 
     @torch.no_grad()
     def advance(self, index: int) -> None:
         """Replace `hidden` by layer `index`'s output; the layer must be loaded."""
         layer = self.owner.layers[index]
-        for call, batch in zip(self.calls[index], self.hidden.split(self.batch_size), strict=True):
+        for call, batch in zip(self.calls[index], torch.split(self.hidden, self.batch_size), strict=True):
             output = call.run(layer, batch.to(self.owner.device))
             batch.copy_(output[0] if isinstance(output, tuple) else output)  # a view into self.hidden
 

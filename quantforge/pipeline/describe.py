@@ -52,7 +52,9 @@ def describe_checkpoint(
     rows: tuple[SiteRow, ...] = ()
     scheme = "not quantized"
     kept = dict(layout.kept)
+    sites: dict[str, dict[str, str]] = {}
     if isinstance(source, PackedCheckpoint):
+        sites = source.sites
         rows = tuple(_row(source, layout))
         counted = Counter(scheme.label() for scheme in source.schemes.values())
         scheme = "; ".join(f"{label}: {count} sites" for label, count in counted.most_common())
@@ -61,7 +63,7 @@ def describe_checkpoint(
     weights = sum(row.shape[0] * row.shape[1] for row in rows)
     stored_bits = sum(row.bits_per_weight * row.shape[0] * row.shape[1] for row in rows)
     config = quantization_config(checkpoint) or {}
-    packed_keys = {key for parts in source.sites.values() for key in parts.values()} if rows else set()  # type: ignore[union-attr]
+    packed_keys = {key for parts in sites.values() for key in parts.values()}
     floats = sum(
         info.total_bytes // DTYPES[info.dtype].itemsize
         for key, info in checkpoint.tensors.items()

@@ -83,7 +83,7 @@ class Plan:
         return rest + round(self.bits_per_weight * self.weights / 8)
 
     def output_of(self, format_name: str) -> Path:
-        """Where an export goes: the output directory itself, or one directory a format inside it when there are several."""
+        """Where an export goes: the output directory itself, or with several formats a directory each inside it."""
         return self.output if len(self.formats) == 1 else self.output / format_name
 
     def to_json(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ def _apply_ignore(
         found = {name for name in everything if matches(pattern, name)}
         if not found:
             problems.append(
-                f"--ignore {pattern} matches no linear layer; the names look like {everything[0] if everything else '-'}"
+                f"--ignore {pattern} matches no linear layer; names look like {everything[0] if everything else '-'}"
             )
         ignored |= found
     sites = [site for site in layout.sites if site.name not in ignored]
@@ -279,6 +279,6 @@ def _note_unused(streamed: StreamedModel, checkpoint: Checkpoint, notes: list[st
     unused = [key for key in checkpoint.tensors if key not in used]
     if unused:
         notes.append(
-            f"{len(unused)} tensors belong to no parameter of the model that config.json describes and are copied as they "
+            f"{len(unused)} tensors belong to no parameter of the model config.json describes and are copied as they "
             f"are: {', '.join(unused[:3])}{', ...' if len(unused) > 3 else ''}"
         )

@@ -32,8 +32,8 @@ def evaluate_checkpoint(
     """Score a float or quantized checkpoint by the classic protocol, and against `reference` when there is one.
 
     Quantized checkpoints are dequantized from their packed tensors. The tokenizer is the reference's when there is one,
-    so that both models see the same tokens. Peak memory is one decoder layer, the outer weights, and the hidden states of
-    all windows.
+    so that both models see the same tokens. Peak memory is one decoder layer, the outer weights, and the hidden states
+    of all windows.
 
     Args:
         text: a ``.txt`` or ``.raw`` file; exactly one of `text` and `dataset` is needed.

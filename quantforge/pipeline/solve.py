@@ -7,14 +7,15 @@ from torch import nn
 
 from quantforge.methods import Solution, WeightProblem, load_method
 from quantforge.model.observe import InputGroup
-from quantforge.model.sites import LinearSite, is_conv1d
+from quantforge.model.sites import LinearSite
+from quantforge.model.skeleton import is_conv1d
 from quantforge.numerics.metrics import relative_proxy_loss
 from quantforge.pipeline.plan import Plan
 from quantforge.quantized import QuantizedWeight
 from quantforge.report import SiteReport
 
 STACK_LIMIT_ELEMENTS = 64 << 20
-"""Sites of one input group are solved as one stacked matrix up to this size; rows are independent, so it only saves time."""
+"""Sites of one input group are solved as one stacked matrix up to this size: rows are independent, it saves time."""
 
 
 def solve_sites(
@@ -46,12 +47,12 @@ def solve_sites(
 def put_back(module: nn.Module, weight: QuantizedWeight) -> None:
     """Give a module the weights its codes stand for, so that what follows is calibrated on what will be served."""
     dequantized = weight.dequantize()
-    module.weight.data.copy_(dequantized.t() if is_conv1d(module) else dequantized)  # type: ignore[union-attr, operator]
+    module.weight.data.copy_(dequantized.t() if is_conv1d(module) else dequantized)  # type: ignore[operator]
 
 
 def _weight(module: nn.Module) -> torch.Tensor:
     """The module's weight as [out, in]."""
-    weight: torch.Tensor = module.weight.detach()  # type: ignore[assignment, operator]
+    weight: torch.Tensor = module.weight.detach()  # type: ignore[operator]
     return weight.t().contiguous() if is_conv1d(module) else weight
 
 

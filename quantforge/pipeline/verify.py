@@ -50,15 +50,16 @@ class _Files:
 
     def tensor(self, key: str) -> torch.Tensor:
         with safe_open(self.directory / self.where[key], "pt") as tensors:
-            return tensors.get_tensor(key)
+            found: torch.Tensor = tensors.get_tensor(key)
+            return found
 
 
 def verify_checkpoint(directory: Path, plan: Plan, workspace: Workspace) -> int:
     """Compare every tensor of a written checkpoint; returns how many were compared.
 
     Raises VerifyError with every mismatch: a site whose codes or dequantized weights differ in a single bit, a copied
-    tensor that differs from the source, a tensor too many or too few, byte counts that do not add up, a config that does
-    not describe the grid.
+    tensor that differs from the source, a tensor too many or too few, byte counts that do not add up, a config that
+    does not describe the grid.
     """
     files = _Files(directory)
     problems = files.problems

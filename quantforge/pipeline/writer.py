@@ -1,4 +1,4 @@
-"""Assemble a checkpoint directory from committed layers and the source's other tensors, one tensor at a time in memory."""
+"""Assemble a checkpoint directory from committed layers and the source's other tensors, one tensor at a time."""
 
 import json
 import shutil

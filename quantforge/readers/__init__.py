@@ -1,8 +1,8 @@
 """Checkpoint formats, the reading side: written from each format's specification, sharing no code with `formats/`.
 
-A reader turns the packed tensors of one site, ours or another tool's, into codes, scales and zeros. It is used to verify
-what was written, to evaluate a quantized checkpoint from its own files, and to inspect one. The file's ``READER`` is the
-registry entry; the file is named after the config's ``quant_method``.
+A reader turns the packed tensors of one site, ours or another tool's, into codes, scales and zeros. It is used to
+verify what was written, to evaluate a quantized checkpoint from its own files, and to inspect one. The file's
+``READER`` is the registry entry; the file is named after the config's ``quant_method``.
 """
 
 import importlib
