@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantforge.errors import NumericsError
-from quantforge.numerics.grid import choose_codes, grid_from_range, minmax_grid, store_scale
+from quantforge.numerics.grid import SHRINKS, choose_codes, grid_from_range, minmax_grid, searched_grid, store_scale
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
 
@@ -175,3 +175,47 @@ def test_grid_of_a_half_precision_weight_is_that_of_its_float32_copy() -> None:
     for spec in SPECS:
         for mine, other in zip(minmax_grid(weight, spec), minmax_grid(weight.float(), spec), strict=True):
             assert torch.equal(mine, other)
+
+
+# ------------------------------------------------------------------------------------------------ search
+
+
+@pytest.mark.parametrize("spec", [spec for spec in SPECS if spec.scale_dtype == "bfloat16"], ids=QuantSpec.label)
+def test_the_searched_grid_is_the_best_candidate_of_every_group_by_brute_force(spec: QuantSpec) -> None:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(300, 32, generator=generator, dtype=torch.float64).pow(3)  # heavy tails: shrinking pays
+    importance = torch.rand(32, generator=generator, dtype=torch.float64).pow(4)
+    found = searched_grid(weight, spec, importance)
+    size = spec.group_size or 32
+    shrunk = 0
+    for row in range(0, 300, 29):
+        for group in range(32 // size):
+            columns = slice(group * size, (group + 1) * size)
+            part, weights = weight[row : row + 1, columns], importance[columns]
+            errors = []
+            for shrink in SHRINKS:
+                low, high = part.min().reshape(1, 1) * shrink, part.max().reshape(1, 1) * shrink
+                scale, zero = grid_from_range(low, high, spec)
+                rebuilt = (choose_codes(part, scale, zero, spec).double() - zero.double()) * scale.double()
+                errors.append((float(((rebuilt - part) ** 2 * weights).sum()), float(scale), int(zero)))
+            own = (float(found[0][row, group]), int(found[1][row, group]))
+            least = min(error for error, _, _ in errors)
+            assert own in [(scale, zero) for error, scale, zero in errors if error <= least * (1 + 1e-12)]
+            shrunk += own != errors[0][1:]
+    assert shrunk > 0 or spec.bits == 8  # a code of 255 is hardly an outlier
+
+
+def test_without_importance_the_searched_grid_is_the_min_max_grid() -> None:
+    weight = torch.randn(16, 32)
+    for one, other in zip(
+        searched_grid(weight, QuantSpec(4, 8), torch.zeros(32)), minmax_grid(weight, QuantSpec(4, 8)), strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_weights_on_a_grid_keep_it_through_the_search() -> None:
+    spec = QuantSpec(4, 8, symmetric=False)
+    grid = rounded(torch.randn(16, 32), spec)
+    scale, zero = searched_grid(grid.dequantize(), spec, torch.rand(32) + 0.1)
+    again = QuantizedWeight(spec, choose_codes(grid.dequantize(), scale, zero, spec), scale, zero)
+    assert torch.equal(again.dequantize(), grid.dequantize())

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantforge.errors import CalibrationError, NumericsError
 from quantforge.methods import Method, Option, OptionValue, Solution, WeightProblem
-from quantforge.numerics.grid import choose_codes, minmax_grid
+from quantforge.numerics.grid import choose_codes, minmax_grid, searched_grid
 from quantforge.numerics.metrics import all_finite
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
@@ -54,7 +54,7 @@ class Rounding:
 
 
 def solve(problem: WeightProblem) -> Solution:
-    """Round on the min-max grid of the original weight; a row on which round-to-nearest is better keeps that.
+    """Choose a grid for the original weight and round on it; a row on which round-to-nearest is better keeps that.
 
     When no damping up to 1 makes the gram positive definite all rows are rounded to nearest and `fallback` says so.
 
@@ -65,7 +65,11 @@ def solve(problem: WeightProblem) -> Solution:
     weight, gram = _checked(problem)
     spec = problem.spec
     scale, zero = minmax_grid(weight, spec)
-    nearest = choose_codes(weight, scale, zero, spec)
+    nearest = QuantizedWeight(spec, choose_codes(weight, scale, zero, spec), scale, zero)
+    if problem.options["grid"] == "search":
+        diagonal = gram.diagonal()
+        importance = diagonal + float(problem.options["damping"]) * diagonal.mean()
+        scale, zero = searched_grid(weight, spec, importance)
     rounding = solve_on_grid(weight, gram, scale, zero, spec, problem.options)
     factor = rounding.factor
     if rounding.codes is None:
@@ -74,11 +78,15 @@ def solve(problem: WeightProblem) -> Solution:
             f"gptq: the gram of {problem.tokens} tokens is not positive definite even at damping {factor.damping:g} "
             f"(diagonal {float(diagonal.min()):.3g} to {float(diagonal.max()):.3g}); rounded to nearest"
         )
-        quantized = QuantizedWeight(spec, nearest, scale, zero)
-        return Solution(quantized, None, factor.damping_steps, rounding.dead_inputs, reason)
+        return Solution(nearest, None, factor.damping_steps, rounding.dead_inputs, reason)
     solved = QuantizedWeight(spec, rounding.codes, scale, zero)
-    worse = _rows_worse(weight, solved, QuantizedWeight(spec, nearest, scale, zero), gram)
-    kept = QuantizedWeight(spec, torch.where(worse.unsqueeze(1), nearest, rounding.codes), scale, zero)
+    worse = _rows_worse(weight, solved, nearest, gram).unsqueeze(1)
+    kept = QuantizedWeight(
+        spec,
+        torch.where(worse, nearest.codes, solved.codes),
+        torch.where(worse, nearest.scale, solved.scale),
+        torch.where(worse, nearest.zero, solved.zero),
+    )
     return Solution(kept, factor.damping, factor.damping_steps, rounding.dead_inputs)
 
 
@@ -210,6 +218,11 @@ METHOD = Method(
     solve=solve,
     options={
         "act_order": Option(True, "visit the inputs with the largest mean square first"),
+        "grid": Option(
+            "search",
+            "minmax: each group's full range; search: the range with the least error, inputs weighted by mean square",
+            choices=("minmax", "search"),
+        ),
         "damping": Option(0.01, "added to the gram's diagonal, relative to its mean", minimum=0.0, maximum=1.0),
         "block_size": Option(32, "columns between two matrix products; changes speed only", minimum=1),
     },

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,6 +169,14 @@ def _misfits(streamed: StreamedModel, checkpoint: Checkpoint) -> Iterator[str]:
             wrong.append(f"  {key}: {list(info.shape)}, needed {list(needed.shape)}")
         elif needed.is_floating_point() and not DTYPES[info.dtype].is_floating_point:
             wrong.append(f"  {key}: {info.dtype}, needed a floating point dtype")
+    aliases: dict[int, list[str]] = defaultdict(list)  # tied parameters are one object with several names
+    for name, parameter in streamed.model.named_parameters(remove_duplicate=False):
+        aliases[id(parameter)].append(name)
+    filled = streamed.keys.plain.keys() | streamed.keys.converted.keys()
+    inside = f"{streamed.layout.stack}."  # the layers' own were looked for when the layout was read
+    missing = [names[0] for names in aliases.values() if not names[0].startswith(inside) and not filled & set(names)]
+    if missing:
+        yield f"{checkpoint.path}: no tensor for {len(missing)} parameters: {', '.join(missing[:SHOWN_TENSORS])}"
     if wrong:
         more = [f"  ... and {len(wrong) - SHOWN_TENSORS} more"] if len(wrong) > SHOWN_TENSORS else []
         yield "\n".join(

@@ -65,6 +65,7 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
     _refuse_if_strict(recipe, calibration.warnings if calibration is not None else ())
     with Workspace.open(work, plan.spec, fingerprint) as workspace:
         done = workspace.done()
+        workspace.reports()  # a damaged one is found before more work is done, not after
         notes = calibration.notes if calibration is not None else ()
         yield RunStarted(plan.layers, done, notes)
         yield from _quantize_layers(recipe, plan, workspace, calibration)
