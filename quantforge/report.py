@@ -71,11 +71,12 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class OutputReport:
-    """One published directory: its format, path, and the bytes of all its files."""
+    """One published directory: its format and path, the bytes of all its files and of its tensors, their number."""
 
     format: str
     path: str
     total_bytes: int
+    tensor_bytes: int
     tensors: int
 
 

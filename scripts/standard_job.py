@@ -42,6 +42,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calibration", help="instead of DIR/c4/c4.calib.txt; builtin for the embedded text")
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=2)
     return parser.parse_args()
 
 
@@ -83,7 +84,7 @@ def make(row: str, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 def main() -> None:
     args = arguments()
-    torch.set_num_threads(2)
+    torch.set_num_threads(args.threads)
     args.work.mkdir(exist_ok=True)
     done: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     tokenizer = load_tokenizer(Path(args.model))

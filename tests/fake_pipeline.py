@@ -26,7 +26,7 @@ def run_of(layers: int = 2, done: int = 0, **changes: Any) -> Iterator[events.Ev
         yield events.LayerDone(report, seconds=3.0)
     yield events.Assembling("compressed-tensors")
     yield events.Verifying("compressed-tensors")
-    output = events.OutputReport("compressed-tensors", "out", 102_000_000, 423)
+    output = events.OutputReport("compressed-tensors", "out", 106_000_000, 102_000_000, 423)
     kept = {"lm_head.weight": "the output head", "model.embed_tokens.weight": "an embedding"}
     yield events.RunFinished(
         events.RunReport("gptq", "4 bits, group 64, symmetric", tuple(reports), (output,), kept, (), 269_000_000)

@@ -143,7 +143,7 @@ def test_json_is_all_of_stdout(pipeline: Pipeline, capsys: pytest.CaptureFixture
     assert main(["quantize", "m", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result) == {"recipe", "notes", "plan", "report"}
-    assert result["report"]["outputs"][0]["total_bytes"] == 102_000_000
+    assert result["report"]["outputs"][0]["total_bytes"] == 106_000_000
     assert Recipe.model_validate_json(json.dumps(result["recipe"])) == pipeline.recipe
 
 

@@ -173,7 +173,7 @@ class Ui:
         if ratios:
             self._facts([("loss", f"{sum(ratios) / len(ratios):.3f} x round to nearest (mean over layers)")])
         for output in report.outputs:
-            size = _sizes(report.source_bytes, output.total_bytes, bits)
+            size = _sizes(report.source_bytes, output.tensor_bytes, bits)
             verified = ", read back and verified" if output.format in self._verified else ""
             self._facts(
                 [("output", f"{output.path} ({output.format}, {output.tensors} tensors{verified})"), ("size", size)]

@@ -17,7 +17,7 @@ from quantforge.model.sites import ModelLayout, read_layout
 from quantforge.model.skeleton import build_skeleton, fill, find_stack, map_keys
 from quantforge.model.source import TensorSource
 
-TOKENS_PER_BATCH = 4096
+TOKENS_PER_BATCH = 2048
 
 
 class _Stop(Exception):
@@ -142,11 +142,13 @@ class StreamedModel:
         returns = self._probe_return(batches[0][:1])
         interner = _Interner()
         calls: list[list[LayerCall]] = [[] for _ in self.layers]
-        hidden: list[torch.Tensor] = []
-        for batch in batches:
+        hidden = torch.empty(0)
+        for number, batch in enumerate(batches):
             first = self._record(batch, returns, calls, interner)
-            hidden.append(first.detach().cpu())
-        return StreamedPass(self, tokens, calls, torch.cat(hidden), batch_size, returns)
+            if number == 0:
+                hidden = torch.empty(*tokens.shape, first.shape[-1])
+            hidden[number * batch_size :][: len(batch)] = first.cpu()
+        return StreamedPass(self, tokens, calls, hidden, batch_size, returns)
 
     def _probe_return(self, tokens: torch.Tensor) -> int:
         """0 when a decoder layer returns a tensor, else the length of the tuple it returns."""

@@ -240,12 +240,24 @@ def _choose_group_size(asked: int | str, sites: list[LinearSite], problems: list
         return None
     offending = [site for site in sites if site.in_features % size]
     if offending:
-        lines = [f"  {site.name}: {site.in_features} inputs" for site in offending]
+        lines = [f"  {line}" for line in _by_kind(offending)]
         problems.append(
             f"group size {size} does not divide the input width of {len(offending)} sites. {_alternatives(widths)}\n"
             + "\n".join(lines)
         )
     return size
+
+
+def _by_kind(sites: list[LinearSite]) -> list[str]:
+    """Sites with their input width, one line for all that differ in the layer only."""
+    kinds: dict[tuple[str, int], list[int]] = {}
+    for site in sites:
+        kind = site.name.replace(f".{site.layer}.", ".*.", 1)
+        kinds.setdefault((kind, site.in_features), []).append(site.layer)
+    return [
+        f"{kind} ({len(layers)} layers, {layers[0]} to {layers[-1]}): {width} inputs"
+        for (kind, width), layers in kinds.items()
+    ]
 
 
 def _why_chosen(size: int, widths: Counter[int]) -> str:

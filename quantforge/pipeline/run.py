@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,12 +16,13 @@ from quantforge.calibration import CalibrationSet, build_calibration
 from quantforge.errors import NumericsError, QuantforgeError, WorkspaceError
 from quantforge.formats import CheckpointFacts, load_format
 from quantforge.model.observe import InputGroup, input_groups, observe
+from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import StreamedPass
 from quantforge.model.tokenizer import load_tokenizer
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.solve import put_back, solve_sites
 from quantforge.pipeline.verify import verify_checkpoint
-from quantforge.pipeline.workspace import Workspace, disk_errors, owned, sync_directory
+from quantforge.pipeline.workspace import Workspace, discard, disk_errors, owned, sync_directory
 from quantforge.pipeline.writer import write_checkpoint, write_json
 from quantforge.quantized import QuantizedWeight
 from quantforge.recipe import Recipe
@@ -77,10 +77,10 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
             directory = staged if len(plan.formats) == 1 else staged / name
             directory.mkdir(exist_ok=True)
             yield Assembling(name)
-            tensors = _write(directory, name, recipe, plan, workspace, report, fingerprint)
+            _write(directory, name, recipe, plan, workspace, report, fingerprint)
             yield Verifying(name)
             verify_checkpoint(directory, plan, workspace)
-            outputs.append(OutputReport(name, str(plan.output_of(name)), directory_bytes(directory), tensors))
+            outputs.append(_output_report(plan, name, directory))
         if len(plan.formats) > 1:
             write_json(staged / REPORT_FILE, {"fingerprint": fingerprint})
         if os.path.lexists(plan.output):
@@ -89,11 +89,6 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
         sync_directory(plan.output.resolve().parent)
         workspace.discard()
     yield RunFinished(replace(report, outputs=tuple(outputs)))
-
-
-def directory_bytes(directory: Path) -> int:
-    """Bytes of all files below a directory."""
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
 # ------------------------------------------------------------------------------------------------ layers
@@ -238,13 +233,18 @@ def _already_published(plan: Plan, fingerprint: dict[str, Any], work: Path) -> I
         reports = tuple(LayerReport.from_json(layer) for layer in json.loads(first)["layers"])
     except (OSError, ValueError, LookupError, TypeError) as error:  # no report, a damaged one, another run's
         raise WorkspaceError(f"{plan.output} already exists; choose another --output or remove it") from error
-    outputs = tuple(
-        OutputReport(name, str(plan.output_of(name)), directory_bytes(plan.output_of(name)), 0) for name in plan.formats
-    )
+    outputs = tuple(_output_report(plan, name, plan.output_of(name)) for name in plan.formats)
     if owned(work):
-        shutil.rmtree(work)  # killed after publishing, before cleaning up
+        discard(work)  # killed after publishing, before cleaning up
     yield RunStarted(plan.layers, plan.layers, (f"{plan.output} is already complete; nothing to do",))
     yield RunFinished(_run_report(plan, reports, None, outputs))
+
+
+def _output_report(plan: Plan, name: str, directory: Path) -> OutputReport:
+    """A finished output, which may still lie in the work directory."""
+    files = open_checkpoint(directory)
+    total_bytes = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    return OutputReport(name, str(plan.output_of(name)), total_bytes, files.total_bytes, len(files.tensors))
 
 
 def _run_report(
@@ -293,17 +293,16 @@ def _write(
     workspace: Workspace,
     report: RunReport,
     fingerprint: dict[str, Any],
-) -> int:
-    """Write one export with its report; returns the number of tensors."""
+) -> None:
+    """Write one export with its report."""
     facts = CheckpointFacts(
         spec=plan.spec,
         quantized=tuple(site.name for site in plan.sites),
         kept=plan.kept_linears,
         has_zero_zero=any(site.has_zero_zero for layer in report.layers for site in layer.sites),
     )
-    written = write_checkpoint(directory, plan, workspace, load_format(name), facts, recipe.max_shard_bytes)
+    write_checkpoint(directory, plan, workspace, load_format(name), facts, recipe.max_shard_bytes)
     settings = recipe.model_dump(mode="json", exclude={"model", "output"})
     content = {"quantforge": __version__, "fingerprint": fingerprint, "recipe": settings} | report.to_json()
     content.pop("outputs")
     write_json(directory / REPORT_FILE, content)
-    return written.tensors

@@ -102,7 +102,7 @@ class Workspace:
                 tensors[f"{name}.zero"] = weight.zero.cpu().contiguous()
         write_atomically(self.path / f"layer-{layer:05d}.safetensors", save(tensors))
         if hidden is not None:
-            write_atomically(self._hidden_file(layer + 1), save({"hidden": hidden.contiguous()}))
+            write_atomically(self._hidden_file(layer + 1), *_as_file(hidden))
         write_atomically(self.path / f"layer-{layer:05d}.json", json.dumps(report.to_json()).encode())
         self._hidden_file(layer).unlink(missing_ok=True)
 
@@ -169,7 +169,17 @@ class Workspace:
 
     def discard(self) -> None:
         """Remove the directory; the output has been published."""
-        shutil.rmtree(self.path)
+        discard(self.path)
+
+
+def discard(path: Path) -> None:
+    """Remove a work directory, its fingerprint last: killed halfway, it is still known for what it is."""
+    for entry in path.iterdir():
+        if entry.is_dir():
+            shutil.rmtree(entry)
+        elif entry.name != FINGERPRINT_FILE:
+            entry.unlink()
+    shutil.rmtree(path)
 
 
 def owned(path: Path) -> bool:
@@ -219,12 +229,22 @@ def durable(file: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def write_atomically(file: Path, data: bytes) -> None:
+def _as_file(hidden: torch.Tensor) -> tuple[bytes, memoryview]:
+    """A safetensors file of one float32 tensor, ``hidden``, without another copy of it in memory."""
+    data = hidden.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    entry = {"dtype": "F32", "shape": list(hidden.shape), "data_offsets": [0, data.nbytes]}
+    header = json.dumps({"hidden": entry}).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header, data
+
+
+def write_atomically(file: Path, *parts: bytes | memoryview) -> None:
     """Write under a temporary name, flush to the disk, rename. A failure leaves no partial file behind."""
     temporary = file.with_name(file.name + ".tmp")
     try:
         with durable(temporary) as handle:
-            handle.write(data)
+            for part in parts:
+                handle.write(part)
         os.replace(temporary, file)
     except BaseException:
         temporary.unlink(missing_ok=True)

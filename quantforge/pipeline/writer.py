@@ -39,17 +39,9 @@ class _Entry:
         return count * DTYPES[self.dtype].itemsize
 
 
-@dataclass(frozen=True)
-class Written:
-    """What was written: tensors and their bytes."""
-
-    tensors: int
-    tensor_bytes: int
-
-
 def write_checkpoint(
     directory: Path, plan: Plan, workspace: Workspace, chosen: Format, facts: CheckpointFacts, max_shard_bytes: int
-) -> Written:
+) -> None:
     """Write weights, config and side files into an empty directory."""
     entries = _entries(plan, workspace, chosen, facts)
     shards = _split(entries, max_shard_bytes)
@@ -65,7 +57,6 @@ def write_checkpoint(
     for file, content in chosen.side_files(facts).items():
         write_json(directory / file, content)
     sync_directory(directory)
-    return Written(len(entries), total_bytes)
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
