@@ -15,7 +15,7 @@ from quantforge.errors import CalibrationError, UsageError
 from quantforge.text import Tokenizer, leading_tokens, tokenize
 
 SAMPLES = 128
-SEQLEN = 2048
+SEQLEN = 512
 LOW_TOKENS = 4096
 """Below this a Gram matrix as wide as a common hidden size is singular, and a warning is noted."""
 
@@ -102,7 +102,8 @@ def build_calibration(
     """Read `dataset` (see `quantforge.documents`) until `nsamples` sequences of `seqlen` tokens are full.
 
     Documents are taken in order and nothing is drawn at random: the same call gives the same tokens. Only as much is
-    read as is needed. Fewer sequences than asked is a note, none at all an error.
+    read as is needed. Fewer sequences than asked is a note, a warning when a given `dataset` fills less than half of
+    them, and none at all is an error.
 
     Args:
         bos: ``auto``, each sequence begins with the special tokens the tokenizer itself puts in front of a text
@@ -128,7 +129,8 @@ def build_calibration(
     if not sequences:
         raise _too_short(corpus.source, stream, seqlen, len(lead))
     notes.append(_bos_note(tokenizer, bos, lead))
-    notes += _count_notes(stream, nsamples, len(sequences), seqlen)
+    given = dataset not in (None, "builtin")
+    notes += _count_notes(stream, nsamples, len(sequences), seqlen, given=given)
     if stream.documents > 1 and tokenizer.eos_token_id is None:
         notes.append("documents are joined with nothing between them: the tokenizer has no EOS")
     return CalibrationSet(torch.tensor(sequences, dtype=torch.int64), corpus.source, nsamples, bool(lead), tuple(notes))
@@ -212,11 +214,13 @@ def _bos_note(tokenizer: Tokenizer, bos: str, lead: list[int]) -> str:
     return f"no BOS is added to the sequences: --bos {bos}, {reason}"
 
 
-def _count_notes(stream: _Stream, asked: int, delivered: int, seqlen: int) -> list[str]:
+def _count_notes(stream: _Stream, asked: int, delivered: int, seqlen: int, *, given: bool) -> list[str]:
+    """What the counts call for; `given` when a user chose the text, and so may have meant another."""
     notes = []
     if delivered < asked:
+        warning = "warning: " if given and 2 * delivered < asked else ""
         notes.append(
-            f"delivered {delivered} of the {asked} sequences asked for: {stream.documents} documents hold "
+            f"{warning}delivered {delivered} of the {asked} sequences asked for: {stream.documents} documents hold "
             f"{len(stream.ids)} tokens, {asked * seqlen} are needed; pass a longer --dataset or a smaller --nsamples"
         )
     if stream.empty:

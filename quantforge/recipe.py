@@ -1,8 +1,8 @@
 """The recipe: one frozen object that says everything about a run, from defaults, a YAML file and flags, in that order.
 
 Names other tools use for the same thing are accepted and announced (`wbits` for `bits`, `percdamp` for
-`options.damping`); an unknown key is an error that names the nearest known one. The resolved recipe is kept beside the
-weights, and reading it back gives the same recipe.
+`options.damping`); an unknown key is an error that names the nearest known one. The settings, without model and output,
+are kept beside the weights under ``recipe`` of ``quantforge.json``.
 """
 
 import difflib
@@ -114,10 +114,6 @@ class Recipe(BaseModel):
     @property
     def max_shard_bytes(self) -> int:
         return parse_size(self.max_shard_size)
-
-    def to_yaml(self) -> str:
-        """Every setting, defaults included; `load_recipe` reads it back to an equal recipe."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def default_output(recipe: Recipe, group_size: int | None) -> str:

@@ -55,7 +55,11 @@ class QuantSpec:
         return 1 if self.group_size is None else in_features // self.group_size
 
     def bits_per_weight(self, in_features: int) -> float:
-        """Stored bits per weight with scales (16 bits) and, when asymmetric, zeros (`bits` bits)."""
+        """The grid's own bits per weight: codes, scales (16 bits) and, when asymmetric, zeros (`bits` bits).
+
+        A format may store a little more (gptq: zeros of symmetric grids too, and the group of each input;
+        compressed-tensors: the shape). `describe_checkpoint` counts what a checkpoint really holds.
+        """
         per_group = 16 + (0 if self.symmetric else self.bits)
         return self.bits + per_group * self.groups(in_features) / in_features
 

@@ -6,12 +6,14 @@
 PYTHON is the interpreter of an environment that has the peer (their requirements conflict, so one environment each).
 Everyone quantizes every linear layer of the decoder to 4 bits, group 64, symmetric, in float32 on the CPU with the same
 number of threads, from the same tokens. Figures are of whole processes, from the kernel's accounting (wait4), imports
-included. Outputs stay in DIR, to be scored with `scripts/standard_job.py --rows PATH`.
+included. Outputs stay in DIR, to be scored with `scripts/standard_job.py --rows PATH`; those that exist are not made
+again.
 """
 
 import argparse
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -105,14 +107,20 @@ def measure(args: argparse.Namespace) -> None:
         ]
     print("| tool | CPU s | peak RSS MB | wall s |\n|---|---|---|---|")
     for name, command in commands.items():
-        if (args.work / name).exists():
+        output, log = args.work / name, args.work / f"{name}.log"
+        if output.exists():
+            print(f"| {name} | {output} exists, skipped | | |", flush=True)
             continue
-        peak, cpu, wall = process_cost(command, args.work / f"{name}.log", args.threads)
-        print(f"| {name} | {cpu:.0f} | {peak / 1e3:.0f} | {wall:.0f} |", flush=True)
+        status, peak, cpu, wall = process_cost(command, log, args.threads)
+        if status:
+            shutil.rmtree(output, ignore_errors=True)  # or the next call would take it for finished
+            print(f"| {name} | failed with status {status}, see {log} | | |", flush=True)
+        else:
+            print(f"| {name} | {cpu:.0f} | {peak / 1e3:.0f} | {wall:.0f} |", flush=True)
 
 
-def process_cost(command: list[str], log: Path, threads: int) -> tuple[int, float, float]:
-    """(peak resident kB, CPU seconds, wall seconds) of a whole process, children included."""
+def process_cost(command: list[str], log: Path, threads: int) -> tuple[int, int, float, float]:
+    """(exit status, peak resident kB, CPU seconds, wall seconds) of a whole process, children included."""
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -124,9 +132,12 @@ def process_cost(command: list[str], log: Path, threads: int) -> tuple[int, floa
     started = time.monotonic()
     pid = os.posix_spawn(command[0], command, environment, file_actions=actions)
     _, status, usage = os.wait4(pid, 0)
-    if status:
-        print(f"{command[0]} failed with status {status}; see {log}", file=sys.stderr)
-    return usage.ru_maxrss, usage.ru_utime + usage.ru_stime, time.monotonic() - started
+    return (
+        os.waitstatus_to_exitcode(status),
+        usage.ru_maxrss,
+        usage.ru_utime + usage.ru_stime,
+        time.monotonic() - started,
+    )
 
 
 def main() -> None:

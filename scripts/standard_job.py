@@ -4,7 +4,7 @@
 
 DIR holds c4/c4.calib.txt, c4/c4.eval.txt and wikitext-2-raw/wiki.test.raw. Calibration is 64 sequences of 512 tokens of
 the first, evaluation 16 windows of 2048 tokens spread evenly over each of the others. Rows already in the output file
-are kept and not computed again, so the job can be stopped and carried on.
+are kept and not computed again, so the job can be stopped and carried on. Checkpoints it makes are removed once scored.
 """
 
 import argparse
@@ -59,8 +59,6 @@ def cpu_seconds() -> float:
 
 def make(row: str, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Quantize one row; the checkpoint's path and what it cost."""
-    if row == "fp" or Path(row).is_dir():
-        return (args.model if row == "fp" else row), {}
     method, bits, grid = row.split("-")
     output = args.work / row
     recipe = Recipe(
@@ -97,7 +95,8 @@ def main() -> None:
     for row in args.rows.split(","):
         if row in done:
             continue
-        checkpoint, entry = make(row, args)
+        made = row != "fp" and not Path(row).is_dir()  # a checkpoint that was given is left alone, wherever it lies
+        checkpoint, entry = make(row, args) if made else (args.model if row == "fp" else row, {})
         for name, tokens in windows.items():
             if name not in references:
                 references[name] = hidden_states(args.model, tokens.tokens)
@@ -105,7 +104,7 @@ def main() -> None:
             entry[name] = evaluate_windows(tokens, run, references[name]).to_json()
         done[row] = entry
         args.out.write_text(json.dumps(done, indent=1))
-        if args.work in Path(checkpoint).parents:
+        if made:
             shutil.rmtree(checkpoint)
         print(table({row: entry}), flush=True)
     print(table(done))

@@ -11,6 +11,8 @@ from quantforge.evaluate.divergence import Divergence, EvalResult
 from quantforge.recipe import Recipe
 from quantforge.spec import QuantSpec
 
+PROTOCOL = "classic-ppl/2048 (rows joined by \\n\\n, one tokenization, 4 of 141 windows)"
+
 
 def site(layer: int, name: str = "q_proj", **changes: Any) -> events.SiteReport:
     values = {"name": f"model.layers.{layer}.self_attn.{name}", "layer": layer, "out_features": 8, "in_features": 16}
@@ -18,7 +20,12 @@ def site(layer: int, name: str = "q_proj", **changes: Any) -> events.SiteReport:
 
 
 def run_of(layers: int = 2, done: int = 0, **changes: Any) -> Iterator[events.Event]:
-    reports = [events.LayerReport(layer, (site(layer, **changes),)) for layer in range(layers)]
+    """As the real run does, a layer's warnings and the report's hold every fallback."""
+    reports = []
+    for layer in range(layers):
+        done_site = site(layer, **changes)
+        warnings = (f"{done_site.name}: {done_site.fallback}",) if done_site.fallback else ()
+        reports.append(events.LayerReport(layer, (done_site,), warnings))
     yield events.RunStarted(layers, done, ("group size 64 was chosen",))
     for report in reports[done:]:
         yield events.LayerStarted(report.layer)
@@ -28,8 +35,9 @@ def run_of(layers: int = 2, done: int = 0, **changes: Any) -> Iterator[events.Ev
     yield events.Verifying("compressed-tensors")
     output = events.OutputReport("compressed-tensors", "out", 106_000_000, 102_000_000, 423)
     kept = {"lm_head.weight": "the output head", "model.embed_tokens.weight": "an embedding"}
+    warnings = tuple(warning for report in reports for warning in report.warnings)
     yield events.RunFinished(
-        events.RunReport("gptq", "4 bits, group 64, symmetric", tuple(reports), (output,), kept, (), 269_000_000)
+        events.RunReport("gptq", "4 bits, group 64, symmetric", tuple(reports), (output,), kept, warnings, 269_000_000)
     )
 
 
@@ -77,11 +85,12 @@ class Pipeline:
         self.asked = {"checkpoint": checkpoint} | asked
         for done in range(5):
             asked["progress"]("checkpoint", done, 4)
-        values: dict[str, Any] = {"protocol": "classic-w2048", "source": "wiki.test.raw", "windows": 4}
+        values: dict[str, Any] = {"protocol": PROTOCOL, "source": "wiki.test.raw", "windows": 4}
         values |= {"predictions": 8188, "nll": 2.97, "nll_se": 0.01, "nll_se_window": 0.02, "ppl": 19.5, "ppl_se": 0.25}
         return EvalResult(**values, divergence=self.divergence)
 
-    def describe_checkpoint(self, path: str, allow_pickle: bool) -> Any:
+    def describe_checkpoint(self, path: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> Any:
+        self.asked = {"path": path, "allow_pickle": allow_pickle, "trust_remote_code": trust_remote_code}
         rows = [
             SimpleNamespace(name=f"model.layers.{i}.down_proj", shape=(8, 16), bits=4, group_size=16) for i in (0, 1)
         ]

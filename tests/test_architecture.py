@@ -90,8 +90,8 @@ def test_packages_import_lower_levels_only() -> None:
     wrong = []
     for found in ALL:
         target = inner(found)
-        if target is None or target == found.unit:
-            continue
+        if target is None or target == found.unit or found.unit == "__init__":
+            continue  # the package itself imports for type checkers only, and nothing at run time (tested below)
         lower = LEVEL_OF[target] < LEVEL_OF[found.unit]
         beside = LEVEL_OF[target] == LEVEL_OF[found.unit] and target in SHARED
         if not (lower or beside):

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from quantforge.model import streamed as streamed_module
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import StreamedModel
+from quantforge.pipeline.plan import _misfits
 
 LAYERS = 4
 COMMON = dict(
@@ -83,12 +85,15 @@ def build(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_streamed_logits_are_bit_identical_and_every_matrix_is_accounted_for(name: str, tmp_path: Path) -> None:
+def test_streamed_logits_are_bit_identical_and_every_matrix_is_accounted_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streamed_module, "TOKENS_PER_BATCH", 48)  # two batches, the last one smaller
     model = build(name)
     model.save_pretrained(tmp_path, max_shard_size="60KB")
     tokens = torch.randint(3, 128, (3, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = model(tokens, use_cache=False).logits
+        expected = torch.cat([model(batch, use_cache=False).logits for batch in tokens.split(2)])
 
     streamed = StreamedModel(open_checkpoint(tmp_path))
     run = streamed.begin(tokens)
@@ -103,14 +108,16 @@ def test_streamed_logits_are_bit_identical_and_every_matrix_is_accounted_for(nam
         hook = last.register_forward_hook(
             lambda _m, _a, out: decoder_out.append(out[0] if isinstance(out, tuple) else out)
         )
-        model(tokens, use_cache=False)
+        for batch in tokens.split(2):
+            model(batch, use_cache=False)
         hook.remove()
-    assert torch.equal(final, decoder_out[0]), "streamed hidden states differ from the plain forward"
+    assert torch.equal(final, torch.cat(decoder_out)), "streamed hidden states differ from the plain forward"
 
     layout = streamed.layout
     listed = {f"{site.module}.weight" for site in layout.sites} | set(layout.kept)
     matrices = {key for key, parameter in streamed.model.named_parameters() if parameter.ndim >= 2}
     assert listed == matrices
+    assert list(_misfits(streamed, open_checkpoint(tmp_path))) == []
     assert layout.sites and {site.layer for site in layout.sites} == set(range(LAYERS))
     assert any("expert" in reason for reason in layout.kept.values()) == (name in EXPERTS)
     outer = sum(p.numel() for n, p in streamed.model.named_parameters() if not n.startswith(f"{layout.stack}."))

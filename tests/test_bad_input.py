@@ -640,7 +640,7 @@ def test_other_weights_on_unfinished_work_are_refused(recipe: Recipe, tiny_llama
 
     edit_weights(model, change)
     message = error_of(WorkspaceError, lambda: finish(but(recipe, model=str(model))))
-    assert [line.split(":")[0] for line in message.splitlines()[1:]] == ["  model"]
+    assert [line.split(":")[0] for line in message.splitlines()[1:]] == ["  files.model.safetensors", "  model"]
     assert (work / "layer-00000.json").exists()
 
 

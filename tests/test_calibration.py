@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from quantforge.calibration import CalibrationSet, build_calibration
 from quantforge.errors import CalibrationError, UsageError
+from quantforge.recipe import CalibrationRecipe
 
 WORDS = [f"w{i}" for i in range(60)]
 SPECIAL = ["<pad>", "<unk>", "<s>", "</s>"]
@@ -215,18 +216,30 @@ def test_bos_always_without_a_bos_token_is_an_error_and_unknown_policies_are_lis
 # ----------------------------------------------------------------------------------------------- asked and delivered
 
 
-def test_fewer_sequences_than_asked_are_delivered_with_a_note_of_both_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("asked", "warns"), [(6, False), (7, True), (128, True)])
+def test_a_given_text_that_fills_less_than_half_of_the_sequences_asked_for_is_a_warning(
+    tmp_path: Path, asked: int, warns: bool
+) -> None:
     """Replay 33."""
     path = tmp_path / "a.txt"
     path.write_text(words(100), encoding="utf-8")
-    got = build_calibration(make_tokenizer(), dataset=str(path), nsamples=128, seqlen=30)
-    assert (got.asked, got.delivered) == (128, 3)
-    assert any(
-        "delivered 3 of the 128 sequences asked for: 1 documents hold 100 tokens, 3840 are needed" in n
-        for n in got.notes
+    got = build_calibration(make_tokenizer(), dataset=str(path), nsamples=asked, seqlen=30)
+    assert (got.asked, got.delivered) == (asked, 3)
+    note = (
+        f"delivered 3 of the {asked} sequences asked for: 1 documents hold 100 tokens, {30 * asked} are needed; "
+        "pass a longer --dataset or a smaller --nsamples"
     )
-    assert len(got.warnings) == 1 and got.warnings[0].startswith("warning: 90 calibration tokens are few")
+    few = "warning: 90 calibration tokens are few"
+    assert (f"warning: {note}" if warns else note) in got.notes
+    assert [w[: len(few)] for w in got.warnings] == [f"warning: {note}"[: len(few)]] * warns + [few]
     assert got.to_json()["notes"] == list(got.notes)
+
+
+@pytest.mark.parametrize("dataset", [None, "builtin"])
+def test_the_builtin_text_that_is_too_short_is_a_plain_note(dataset: str | None) -> None:
+    got = build_calibration(make_tokenizer(), dataset=dataset, nsamples=10**4, seqlen=512)
+    assert 2 * got.delivered < got.asked == 10**4 and got.warnings == ()
+    assert any(note.startswith(f"delivered {got.delivered} of the 10000 sequences asked for") for note in got.notes)
 
 
 def test_enough_tokens_bring_no_warning(tmp_path: Path) -> None:
@@ -245,15 +258,16 @@ def test_a_text_shorter_than_one_sequence_is_an_error_with_counts(tmp_path: Path
         build_calibration(make_tokenizer(), dataset=str(path), nsamples=1, seqlen=64)
 
 
-def test_seqlen_is_2048_by_default_and_capped_by_the_model(tmp_path: Path) -> None:
+def test_seqlen_is_the_recipes_by_default_and_capped_by_the_model(tmp_path: Path) -> None:
     """Replay 40."""
     path = tmp_path / "a.txt"
     path.write_text(words(5000), encoding="utf-8")
     got = build_calibration(make_tokenizer(), dataset=str(path), max_position=32768)
-    assert (got.seqlen, got.asked, got.delivered) == (2048, 128, 2)
-    capped = build_calibration(make_tokenizer(), dataset=str(path), max_position=1024)
-    assert capped.seqlen == 1024
-    assert capped.notes[0] == "--seqlen 2048 is capped to 1024, the longest sequence the model's config allows"
+    assert (got.seqlen, got.asked, got.delivered) == (512, 128, 9)
+    assert (got.asked, got.seqlen) == (CalibrationRecipe().nsamples, CalibrationRecipe().seqlen)
+    capped = build_calibration(make_tokenizer(), dataset=str(path), max_position=256)
+    assert capped.seqlen == 256
+    assert capped.notes[0] == "--seqlen 512 is capped to 256, the longest sequence the model's config allows"
 
 
 # -------------------------------------------------------------------------------------------------------- refusals

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fake_pipeline import Pipeline, raising, run_of
+from fake_pipeline import PROTOCOL, Pipeline, raising, run_of
 
 from quantforge import report as events
 from quantforge.cli import main
@@ -180,15 +180,19 @@ def test_a_resumed_run_says_so(pipeline: Pipeline, capsys: pytest.CaptureFixture
     assert "layer 2/3  loss 0.400 x RTN  4.250 bits/weight  3.0 s  ETA 0:03" in err
 
 
-def test_a_fallback_is_shown_with_its_layer_and_at_the_end(
+def test_a_fallback_is_shown_once_with_its_layer_and_once_at_the_end(
     pipeline: Pipeline, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipeline.run = lambda: run_of(fallback="rounded to nearest: nothing reached it", loss=None)
     assert main(["quantize", "m"]) == 0
-    err = capsys.readouterr().err
-    assert "loss not measured" in err
-    assert "  model.layers.1.self_attn.q_proj: rounded to nearest: nothing reached it\n" in err
-    assert "warning: model.layers.0.self_attn.q_proj and 1 more sites: rounded to nearest: nothing reached it\n" in err
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if "rounded to nearest: nothing reached it" in line]
+    assert any("loss not measured" in line for line in lines)
+    assert said == [
+        "  model.layers.0.self_attn.q_proj: rounded to nearest: nothing reached it",
+        "  model.layers.1.self_attn.q_proj: rounded to nearest: nothing reached it",
+        "warning: model.layers.0.self_attn.q_proj and 1 more sites: rounded to nearest: nothing reached it",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +260,7 @@ def test_eval_names_a_missing_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no/such.txt: no such file" in capsys.readouterr().err
 
 
-def test_every_number_of_an_evaluation_carries_its_protocol(
+def test_every_number_of_an_evaluation_carries_its_protocols_short_name_and_the_whole_is_said_once(
     pipeline: Pipeline, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pipeline.divergence = Divergence(
@@ -275,15 +279,32 @@ def test_every_number_of_an_evaluation_carries_its_protocol(
     assert main(["eval", "q", "--reference", "m", "--text", text, "--windows", "4"]) == 0
     captured = capsys.readouterr()
     assert captured.out.splitlines() == [
-        "perplexity  19.5000 +- 0.2500  [classic-w2048]",
-        "reference   17.2500  [classic-w2048]",
-        "KL          0.12500 +- 0.00200 nats a token  [classic-w2048]",
-        "top-1       81.00% +- 0.40 agreement  [classic-w2048]",
+        "perplexity  19.5000 +- 0.2500  [classic-ppl/2048]",
+        "reference   17.2500  [classic-ppl/2048]",
+        "KL          0.12500 +- 0.00200 nats a token  [classic-ppl/2048]",
+        "top-1       81.00% +- 0.40 agreement  [classic-ppl/2048]",
         "on          wiki.test.raw: 8,188 predictions in 4 windows",
         "+-          one standard error",
+        f"protocol    {PROTOCOL}",
     ]
     assert "checkpoint 4/4" in captured.err
     assert (pipeline.asked["windows"], pipeline.asked["window"], pipeline.asked["text"]) == (4, 2048, text)
+
+
+def test_the_parts_of_a_data_set_reach_the_evaluation(pipeline: Pipeline) -> None:
+    argv = "eval q --dataset org/data --subset en --split validation --column page".split()
+    assert main(argv) == 0
+    asked = {name: pipeline.asked[name] for name in ("text", "dataset", "subset", "split", "column")}
+    assert asked == {"text": None, "dataset": "org/data", "subset": "en", "split": "validation", "column": "page"}
+
+
+def test_the_data_set_of_the_help_is_one_the_evaluation_understands(capsys: pytest.CaptureFixture[str]) -> None:
+    from quantforge.evaluate.protocol import parse_dataset
+
+    assert main(["eval", "--help"]) == 0
+    words = capsys.readouterr().out.split()
+    given = [word for word in words if "wikitext" in word]
+    assert [parse_dataset(word) for word in given] == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]
 
 
 def test_an_evaluation_without_a_reference_prints_no_distance(
@@ -315,3 +336,11 @@ def test_inspect_says_what_is_in_a_checkpoint(pipeline: Pipeline, capsys: pytest
 def test_inspect_as_json_is_all_of_stdout(pipeline: Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "./q", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["path"] == "./q"
+
+
+@pytest.mark.parametrize(("flags", "expected"), [([], False), (["--trust-remote-code"], True)])
+def test_inspect_runs_a_checkpoints_code_only_when_told_to(
+    pipeline: Pipeline, flags: list[str], expected: bool
+) -> None:
+    assert main(["inspect", "./q", *flags]) == 0
+    assert pipeline.asked == {"path": "./q", "allow_pickle": False, "trust_remote_code": expected}

@@ -213,7 +213,7 @@ def test_float16_scales_are_stored_as_they_are() -> None:
 # -------------------------------------------------------------------------------------------------------- config
 
 
-def test_config_and_side_file_have_exactly_the_keys_servers_were_seen_to_load() -> None:
+def test_config_and_side_file_hold_what_a_loader_needs_and_nothing_about_the_solving() -> None:
     facts = CheckpointFacts(QuantSpec(4, 64), (SITE,), ("lm_head",), False)
     config = FORMAT.config(facts)
     quantizer = config.pop("meta")["quantizer"]
@@ -226,11 +226,19 @@ def test_config_and_side_file_have_exactly_the_keys_servers_were_seen_to_load() 
         "sym": True,
         "lm_head": False,
         "checkpoint_format": "gptq",
-        "true_sequential": True,
-        "static_groups": False,
-        "damp_percent": 0.01,
     }
     assert FORMAT.side_files(facts) == {"quantize_config.json": FORMAT.config(facts)}
+
+
+@pytest.mark.parametrize("spec", [QuantSpec(4, 64), QuantSpec(8, None, symmetric=False)])
+def test_transformers_parses_the_config_and_takes_every_setting_from_it(spec: QuantSpec) -> None:
+    from transformers import GPTQConfig
+
+    written = FORMAT.config(CheckpointFacts(spec, (SITE,), ("lm_head",), not spec.symmetric))
+    parsed = GPTQConfig.from_dict(written)
+    assert (parsed.bits, parsed.group_size) == (spec.bits, spec.group_size or -1)
+    assert (parsed.sym, parsed.desc_act) == (spec.symmetric, False)
+    assert parsed.format == written["checkpoint_format"] == ("gptq" if spec.symmetric else "gptq_v2")
 
 
 def test_a_scale_per_row_is_group_size_minus_1() -> None:

@@ -21,7 +21,8 @@ def test_gram_equals_the_plain_product_at_any_width(in_features: int) -> None:
 def test_gram_is_exactly_symmetric() -> None:
     accumulator = GramAccumulator(520, "site")
     accumulator.add(torch.randn(1000, 520))
-    assert torch.equal(accumulator.mean(), accumulator.mean().t())
+    gram = accumulator.mean()
+    assert torch.equal(gram, gram.t())
 
 
 def test_whole_number_inputs_give_the_exact_gram_however_they_are_batched() -> None:
@@ -51,12 +52,24 @@ def test_half_precision_inputs_are_summed_in_float32_and_doubles_in_float64(
     assert torch.allclose(gram.double(), x.double().t() @ x.double() / 64, rtol=1e-5, atol=1e-5)
 
 
-def test_mean_can_be_taken_while_summing_goes_on() -> None:
-    accumulator = GramAccumulator(2, "site")
+def test_mean_is_made_in_the_memory_of_the_sums_and_hands_it_over() -> None:
+    accumulator = GramAccumulator(300, "layers.3.mlp.down_proj")
+    accumulator.add(torch.ones(2, 300))
+    assert accumulator._total is not None
+    place = accumulator._total.data_ptr()
+    gram = accumulator.mean()
+    assert gram.data_ptr() == place and torch.equal(gram, torch.ones(300, 300))
+    assert accumulator._total is None and accumulator.tokens == 2
+
+
+def test_mean_ends_the_summing() -> None:
+    accumulator = GramAccumulator(2, "layers.3.mlp.down_proj")
     accumulator.add(torch.tensor([[1.0, 2.0]]))
     assert accumulator.mean().tolist() == [[1, 2], [2, 4]]
-    accumulator.add(torch.tensor([[3.0, 0.0]]))
-    assert accumulator.mean().tolist() == [[5, 1], [1, 2]]
+    with pytest.raises(ValueError, match=r"layers\.3\.mlp\.down_proj: the mean was taken"):
+        accumulator.mean()
+    with pytest.raises(ValueError, match=r"layers\.3\.mlp\.down_proj: the mean was taken"):
+        accumulator.add(torch.tensor([[3.0, 0.0]]))
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e30])

@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from quantforge.errors import VerifyError, WorkspaceError
+from quantforge.errors import QuantforgeError, VerifyError, WorkspaceError
+from quantforge.model.observe import unobserved
 from quantforge.model.packed import PackedCheckpoint, open_any
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import StreamedModel
@@ -483,3 +484,49 @@ def test_a_source_checkpoint_reads_like_the_safetensors_library(tiny_llama: Path
     ours, theirs = open_checkpoint(tiny_llama), load_file(tiny_llama / "model.safetensors")
     assert set(ours.keys()) == set(theirs)
     assert all(torch.equal(ours.read(key), theirs[key]) for key in theirs)
+
+
+def test_weights_edited_between_two_runs_are_noticed_wherever_they_lie(
+    tiny_llama: Path, text: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_llama, model)
+    recipe = recipe_for(model, tmp_path / "out", text)
+    events: Iterator[Event] = quantize(recipe, make_plan(recipe))
+    next(event for event in events if isinstance(event, LayerDone))
+    events.close()  # type: ignore[attr-defined]
+    file = model / "model.safetensors"
+    os.utime(file, ns=(1, file.stat().st_mtime_ns + 1))
+    with pytest.raises(WorkspaceError, match=r"files\.model\.safetensors: was \[\d+, \d+\]"):
+        finish(recipe)
+
+
+def test_strict_also_refuses_a_finished_output_that_had_warnings(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
+    few = CalibrationRecipe(dataset=str(text), nsamples=1, seqlen=64)
+    recipe = recipe_for(tiny_llama, tmp_path / "out", text, calibration=few)
+    first = finish(recipe)
+    assert any("64 calibration tokens for 128 inputs" in warning for warning in first.warnings)
+    again = finish(recipe)
+    assert (again.warnings, again.calibration) == (first.warnings, first.calibration)
+    with pytest.raises(QuantforgeError, match="--strict"):
+        finish(recipe.model_copy(update={"strict": True}))
+
+
+def test_a_site_that_no_token_reaches_falls_back_to_rounding_and_is_listed(
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = run_module.observe
+
+    def blind(run: Any, index: int, modules: Any) -> Any:
+        seen = {name: module for name, module in modules.items() if not name.endswith("down_proj")}
+        return original(run, index, seen) + [unobserved(name) for name in modules if name not in seen]
+
+    monkeypatch.setattr(run_module, "observe", blind)
+    report = finish(recipe_for(tiny_llama, tmp_path / "out", text))
+    assert [site.name for site in report.fallbacks] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+    assert report.fallbacks[0].fallback == "gptq: no calibration token reached it; rounded to nearest"
+    assert sum("no calibration token reached it" in warning for warning in report.warnings) == 2
+    monkeypatch.setattr(run_module, "observe", lambda run, index, modules: [unobserved(name) for name in modules])
+    with pytest.raises(QuantforgeError, match="14 of 14 sites fell back to rtn"):
+        finish(recipe_for(tiny_llama, tmp_path / "blind", text))
+    assert not (tmp_path / "blind").exists()

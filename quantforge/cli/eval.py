@@ -12,7 +12,12 @@ def evaluate(
     checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="Quantized or not.", show_default=False)],
     reference: Annotated[str | None, Option(help="The original: adds KL divergence and top-1 agreement.")] = None,
     text: Annotated[Path | None, Option(help="A text file to evaluate on.")] = None,
-    dataset: Annotated[str | None, Option(help="Or a dataset id.")] = None,
+    dataset: Annotated[
+        str | None, Option(help="Or a file with columns, a directory, a dataset id, or ID:subset:split.")
+    ] = None,
+    subset: Annotated[str | None, Option(help="Configuration of the dataset.")] = None,
+    split: Annotated[str | None, Option(help="Split of the dataset. [test]")] = None,
+    column: Annotated[str | None, Option(help="Column that holds the text. [text]")] = None,
     window: Annotated[int, Option(min=2, help="Tokens in a window.")] = 2048,
     windows: Annotated[int | None, Option(min=1, help="Windows, spread evenly over the text. [all]")] = None,
     bos: Annotated[Literal["auto", "always", "never"], Option(help="Start the text with BOS.")] = "auto",
@@ -30,7 +35,7 @@ def evaluate(
     Examples:
       quantforge eval ./out --text wiki.test.raw
       quantforge eval ./out --reference ./SmolLM2-135M --text wiki.test.raw --windows 16
-      quantforge eval ./out --reference org/model --dataset wikitext --json
+      quantforge eval ./out --reference org/model --dataset Salesforce/wikitext:wikitext-2-raw-v1:test
     """
     if (text is None) == (dataset is None):
         found = "both are given" if text is not None else "neither is given"
@@ -48,6 +53,9 @@ def evaluate(
             reference=reference,
             text=None if text is None else str(text),
             dataset=dataset,
+            subset=subset,
+            split=split,
+            column=column,
             window=window,
             windows=windows,
             bos=bos,

@@ -179,15 +179,15 @@ class Ui:
                 [("output", f"{output.path} ({output.format}, {output.tensors} tensors{verified})"), ("size", size)]
             )
         self._kept(report.kept)
-        for remark in gathered([*(f"{site.name}: {site.fallback}" for site in report.fallbacks), *report.warnings]):
+        for remark in gathered(report.warnings):  # fallbacks are among them
             self.warn(remark)
 
     def evaluation(self, result: "EvalResult") -> None:
-        """Perplexity, and the distance to the reference; the protocol stands beside every number."""
+        """Perplexity, and the distance to the reference; the protocol's short name stands beside every number."""
         if self.as_json:
             self._json(result.to_json())
             return
-        protocol = f"[{result.protocol}]"
+        protocol = f"[{result.protocol.partition(' ')[0]}]"
         self.notes(result.notes)
         facts = [("perplexity", f"{result.ppl:.4f}{_error(result.ppl_se, 4)}  {protocol}")]
         if (distance := result.divergence) is not None:
@@ -198,7 +198,7 @@ class Ui:
                 ("top-1", f"{top1} agreement  {protocol}"),
             ]
         facts.append(("on", f"{result.source}: {result.predictions:,} predictions in {result.windows} windows"))
-        self._facts([*facts, ("+-", "one standard error")])
+        self._facts([*facts, ("+-", "one standard error"), ("protocol", result.protocol)])
 
     def description(self, found: "CheckpointDescription") -> None:
         """What a checkpoint holds."""
@@ -214,7 +214,7 @@ class Ui:
             ]
         )
         if found.quantized:
-            self._facts([("bits", f"{found.bits_per_weight:.3f} per quantized weight, scales and zeros included")])
+            self._facts([("bits", f"{found.bits_per_weight:.3f} per quantized weight, every byte stored for it")])
         rows = Counter((_leaf(s.name), tuple(s.shape), s.bits, s.group_size) for s in found.quantized)
         self._table(
             ("site", "count", "shape", "bits", "group"),
@@ -297,8 +297,7 @@ class _RunView:
             f"{event.seconds:.1f} s",
         ]
         self.ui.say("  ".join(parts if self.bar else [*parts, eta]))
-        fallbacks = [f"{site.name}: {site.fallback}" for site in report.sites if site.fallback is not None]
-        for remark in gathered([*fallbacks, *report.warnings]):
+        for remark in gathered(report.warnings):  # fallbacks are among them
             self.ui.say(f"  {remark}")
         if self.bar is not None and self._task is not None:
             self.bar.update(self._task, completed=self._done, remark=eta)

@@ -75,7 +75,11 @@ def _as_float16(scale: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def config(facts: CheckpointFacts) -> dict[str, Any]:
-    """The same for config.json and quantize_config.json; ``dynamic`` only when modules other than a head are kept."""
+    """The same for config.json and quantize_config.json; ``dynamic`` only when modules other than a head are kept.
+
+    Keys that tell how the codes were found (``damp_percent``, ``true_sequential``, ``static_groups``) are left out:
+    loaders do without them, and a format does not know the method.
+    """
     spec = facts.spec
     settings: dict[str, Any] = {
         "quant_method": "gptq",
@@ -85,9 +89,6 @@ def config(facts: CheckpointFacts) -> dict[str, Any]:
         "sym": spec.symmetric,
         "lm_head": any(_is_head(name) for name in facts.quantized),
         "checkpoint_format": "gptq_v2" if facts.has_zero_zero else "gptq",
-        "true_sequential": True,
-        "static_groups": False,
-        "damp_percent": 0.01,
         "meta": {"quantizer": [f"quantforge:{__version__}"]},
     }
     kept = [name for name in facts.kept if not _is_head(name)]

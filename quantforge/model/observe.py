@@ -23,7 +23,7 @@ class InputGroup:
     Attributes:
         names: their module paths, in the order they are called.
         gram: mean outer product of the input rows, [in, in].
-        tokens: input rows seen.
+        tokens: input rows seen; 0, with an empty gram, for a site that was never called.
     """
 
     names: tuple[str, ...]
@@ -36,17 +36,18 @@ class _Watch:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self.modules = modules
-        self.order: list[str] = []  # calls of the first batch, repeats included
-        self.groups: dict[str, list[str]] = {}  # leader -> members, from the first batch
+        self.groups: dict[str, list[str]] = {}  # leader -> members, in the order they are first called
         self.grams: dict[str, GramAccumulator] = {}
-        self._inputs: list[tuple[str, torch.Tensor]] = []  # kept alive while pointers are compared
-        self._first = True
-        self._calls = 0
+        self._leader: dict[str, str] = {}
+        self._first_calls: list[str] | None = None  # of the first batch, repeats included
+        self._calls: list[str] = []
+        self._inputs: list[tuple[str, torch.Tensor, int]] = []  # of this batch, kept alive while pointers are compared
 
     def batch_done(self) -> None:
-        self._first = False
+        if self._first_calls is None:
+            self._first_calls = self._calls
+        self._calls = []
         self._inputs.clear()
-        self._calls = 0
 
     def hook(self, name: str) -> "torch.utils.hooks.RemovableHandle":
         return self.modules[name].register_forward_pre_hook(
@@ -54,20 +55,23 @@ class _Watch:
         )
 
     def _seen(self, name: str, value: torch.Tensor) -> None:
-        if self._first:
-            leader = next((n for n, other in self._inputs if _same(other, value)), name)
-            self._inputs.append((name, value))
-            self.order.append(name)
-            members = self.groups.setdefault(leader, [])
-            if name not in members:
-                members.append(name)
-        if name in self.groups:
-            if name not in self.grams:
-                self.grams[name] = GramAccumulator(value.shape[-1], name)
-            self.grams[name].add(value)
-        self._calls += 1
-        if not self._first and self._calls == len(self.order):
-            raise _Observed
+        self._calls.append(name)
+        same = [other for other, tensor, version in self._inputs if _same(tensor, version, value)]
+        if name not in self._leader:
+            # a site first reached in a later batch has statistics of its own: it has not seen all its siblings' inputs
+            self._leader[name] = self._leader[same[0]] if same and self._first_calls is None else name
+            self.groups.setdefault(self._leader[name], []).append(name)
+        leader = self._leader[name]
+        if leader == name:
+            self.grams.setdefault(name, GramAccumulator(value.shape[-1], name)).add(value)
+        elif leader not in same:
+            raise NumericsError(
+                f"{name} shares its input with {leader} for some calibration tokens and not for others; "
+                f"leave it alone with --ignore {name}"
+            )
+        self._inputs.append((name, value, value._version))
+        if self._calls == self._first_calls and self.modules.keys() == set(self._calls):
+            raise _Observed  # nothing that is still to come is watched
 
 
 @torch.no_grad()
@@ -78,7 +82,7 @@ def observe(run: StreamedPass, index: int, modules: Mapping[str, nn.Module]) -> 
         run: the pass, its hidden states being the input of layer `index`, which must be loaded.
         modules: module path -> module, the sites to watch.
 
-    Raises NumericsError when a site was never called (its statistics would be empty) or saw non-finite inputs.
+    A site that was never called comes back with 0 tokens. Raises NumericsError when a site saw non-finite inputs.
     """
     watch = _Watch(modules)
     hooks = [watch.hook(name) for name in modules]
@@ -91,15 +95,16 @@ def observe(run: StreamedPass, index: int, modules: Mapping[str, nn.Module]) -> 
     finally:
         for handle in hooks:
             handle.remove()
-    unseen = [name for name in modules if name not in watch.order]
-    if unseen:
-        raise NumericsError(
-            f"layer {index}: {', '.join(unseen)} never received an input during calibration; exclude with --ignore"
-        )
-    return [
+    found = [
         InputGroup(tuple(members), watch.grams[leader].mean(), watch.grams[leader].tokens)
         for leader, members in watch.groups.items()
     ]
+    return found + [unobserved(name) for name in modules if all(name not in group.names for group in found)]
+
+
+def unobserved(name: str) -> InputGroup:
+    """The group of a site without statistics."""
+    return InputGroup((name,), torch.empty(0), 0)
 
 
 @torch.no_grad()
@@ -113,8 +118,11 @@ def input_groups(run: StreamedPass, index: int, modules: Mapping[str, nn.Module]
     finally:
         for handle in hooks:
             handle.remove()
-    return [tuple(members) for members in watch.groups.values()]
+    found = [tuple(members) for members in watch.groups.values()]
+    return found + [(name,) for name in modules if all(name not in names for names in found)]
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+def _same(known: torch.Tensor, version: int, value: torch.Tensor) -> bool:
+    """True when `value` is the tensor seen before, and nothing was written into it since."""
+    place = known.data_ptr() == value.data_ptr() and known.shape == value.shape and known.stride() == value.stride()
+    return place and known._version == version == value._version

@@ -7,7 +7,9 @@ from torch import nn
 from quantforge.errors import SourceError
 from quantforge.model.skeleton import KeyMap, find_stack, is_conv1d
 
-ROUTER_NAMES = ("gate", "router", "shared_expert_gate")
+ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}
+ROUTER = "router"
+EXPERT = "expert tensor: not quantized yet"
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class ModelLayout:
         layers: their count.
         sites: all sites, by layer, in module order.
         kept: parameter name -> reason.
-        kept_linears: checkpoint names of Linear modules that stay in floating point.
+        kept_linears: names of the linear layers (routers and experts included) that stay in floating point: the
+            checkpoint's and, where it differs, the module's, because loaders match one or the other.
     """
 
     stack: str
@@ -75,17 +78,18 @@ def read_layout(model: nn.Module, keys: KeyMap) -> ModelLayout:
             sites.append(LinearSite(site_name, owner_name, layer, out_features, in_features, kind))
         else:
             kept[name] = reason
-            if is_linear:
-                kept_linears.append(keys.plain.get(name, name).removesuffix(".weight"))
+            if is_linear or reason in (ROUTER, EXPERT):
+                stored = [keys.plain[name]] if name in keys.plain else keys.converted.get(name, [])
+                kept_linears += [key.removesuffix(".weight") for key in stored] + [owner_name]
     if missing:
         raise SourceError(
             f"{len(missing)} parameters of the decoder layers have no tensor in the checkpoint: "
             f"{', '.join(missing[:3])}"
         )
     head = _output_head(model)
-    if head is not None and head not in kept_linears:  # tied to the embedding
+    if head is not None:  # also when it is tied to the embedding
         kept_linears.append(head)
-    return ModelLayout(stack, len(layers), tuple(sites), kept, tuple(kept_linears))
+    return ModelLayout(stack, len(layers), tuple(sites), kept, tuple(dict.fromkeys(kept_linears)))
 
 
 def _converted(name: str, keys: KeyMap) -> bool:
@@ -104,16 +108,16 @@ def _reason_to_keep(owner: nn.Module, owner_name: str, leaf: str, below: bool, n
         return "output head"
     if not isinstance(owner, nn.Linear) and not is_conv1d(owner):
         if "Router" in type(owner).__name__ or last in ROUTER_NAMES:
-            return "router"
+            return ROUTER
         if "Experts" in type(owner).__name__ or last == "experts":
-            return "expert tensor: not quantized yet"
+            return EXPERT
         return f"parameter of {type(owner).__name__}, not a linear layer"
     if not below:
         return "outside the decoder layers"
     if leaf != "weight":
         return f"{leaf} of a linear layer"
-    if last in ROUTER_NAMES:
-        return "router"
+    if ROUTER_NAMES & set(owner_name.split(".")):
+        return ROUTER
     if name not in keys.plain:
         return "stored in another layout in the checkpoint"
     if not keys.plain[name].endswith(".weight"):

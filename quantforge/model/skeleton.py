@@ -13,6 +13,13 @@ from quantforge.errors import NumericsError, SourceError
 from quantforge.model.source import TensorSource
 
 
+def transformers_version() -> str:
+    """Of the library whose modules compute the layers."""
+    import transformers
+
+    return transformers.__version__
+
+
 def build_skeleton(source: TensorSource, *, trust_remote_code: bool = False) -> nn.Module:
     """The float32 model on the meta device, in eval mode; buffers that are computed, not stored, are real."""
     import transformers
@@ -23,6 +30,10 @@ def build_skeleton(source: TensorSource, *, trust_remote_code: bool = False) -> 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
         config = AutoConfig.from_pretrained(str(source.path), trust_remote_code=trust_remote_code)
+        if getattr(config, "is_encoder_decoder", False):
+            raise SourceError(
+                f"{source.path} is an encoder-decoder model; only decoder-only language models are handled"
+            )
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         named = (getattr(config, "architectures", None) or [""])[0]
@@ -52,18 +63,48 @@ def is_conv1d(module: nn.Module) -> bool:
     return isinstance(module, Conv1D)
 
 
+def settle_ties(model: nn.Module, source: TensorSource, keys: "KeyMap") -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Decide what to do where the config ties two parameters and the checkpoint holds both.
+
+    Equal tensors are one: the second key is a duplicate. Different ones are kept apart, as transformers does, whatever
+    the config says. Returns (duplicate checkpoint keys, names of parameters that were untied).
+    """
+    tied: dict[str, str] = model.get_expanded_tied_weights_keys(all_submodels=True)  # type: ignore[operator]
+    duplicates: list[str] = []
+    untied: list[str] = []
+    for target, origin in tied.items():
+        if target not in keys.plain or origin not in keys.plain:
+            continue
+        key, other = keys.plain[target], keys.plain[origin]
+        if source.is_packed(key) or source.is_packed(other) or not torch.equal(source.read(key), source.read(other)):
+            untied.append(target)
+        else:
+            duplicates.append(key)
+    if untied:
+        config: Any = model.config
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+        for name in untied:
+            owner, _, leaf = name.rpartition(".")
+            parameters = model.get_submodule(owner)._parameters
+            parameters[leaf] = nn.Parameter(torch.empty_like(model.get_parameter(name)), requires_grad=False)
+    return tuple(duplicates), tuple(untied)
+
+
 def find_stack(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The decoder layers: the largest ModuleList with parameters whose length is the config's num_hidden_layers."""
+    """The decoder layers: the largest ModuleList, of the decoder if there is one, of num_hidden_layers parts."""
     config: Any = model.config
     count = getattr(config.get_text_config(), "num_hidden_layers", None)
+    getter: Any = getattr(model, "get_decoder", None)
+    decoder = getter() if getter is not None else None
+    language = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
     candidates = [
-        (sum(p.numel() for p in module.parameters()), name, module)
+        (id(module) in language, sum(p.numel() for p in module.parameters()), name, module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count and any(p.ndim >= 2 for p in module.parameters())
     ]
     if not candidates:
         raise SourceError(f"{type(model).__name__} has no module list of {count} decoder layers")
-    _, name, stack = max(candidates, key=lambda candidate: candidate[0])
+    *_, name, stack = max(candidates, key=lambda candidate: candidate[:2])
     return name, stack
 
 

@@ -113,6 +113,11 @@ class Checkpoint:
                 left -= len(chunk)
                 yield chunk
 
+    def file_times(self) -> dict[str, list[int]]:
+        """[bytes, modification time in ns] of every weight file: tells an edited file that `fingerprint` would not."""
+        files = sorted({info.file for info in self.tensors.values()})
+        return {file: [(stat := (self.path / file).stat()).st_size, stat.st_mtime_ns] for file in files}
+
     def fingerprint(self) -> str:
         """A hash of the config, of every tensor's name, dtype, shape and place, and of samples of every weight file."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())

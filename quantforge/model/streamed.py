@@ -14,7 +14,7 @@ from torch import nn
 
 from quantforge.errors import SourceError
 from quantforge.model.sites import ModelLayout, read_layout
-from quantforge.model.skeleton import build_skeleton, fill, find_stack, map_keys
+from quantforge.model.skeleton import build_skeleton, fill, find_stack, map_keys, settle_ties
 from quantforge.model.source import TensorSource
 
 TOKENS_PER_BATCH = 2048
@@ -67,6 +67,8 @@ class StreamedModel:
 
     Attributes:
         layout: sites and kept parameters.
+        duplicates: checkpoint keys that repeat, byte for byte, a tensor they are tied to.
+        untied: parameters that config.json ties to another but the checkpoint holds with other values; kept apart.
         peak_elements: the most parameter elements that were ever real (not on the meta device) at once.
     """
 
@@ -75,6 +77,7 @@ class StreamedModel:
         self.device = torch.device(device)
         self.model = build_skeleton(source, trust_remote_code=trust_remote_code)
         self.keys = map_keys(self.model, source.keys())
+        self.duplicates, self.untied = settle_ties(self.model, source, self.keys)
         self.layout: ModelLayout = read_layout(self.model, self.keys)
         self.layers: nn.ModuleList = find_stack(self.model)[1]
         self.peak_elements = 0
@@ -88,7 +91,8 @@ class StreamedModel:
             return
         plain, converted = self.keys.keys_outside(f"{self.layout.stack}.")
         fill(self.model, self.source, plain, converted, self.keys.mapping, self.device)
-        self.model.tie_weights()  # type: ignore[operator]
+        missing = set(self.model.state_dict()) - self.keys.plain.keys()
+        self.model.tie_weights(missing_keys=missing)  # type: ignore[operator]
         for module in self.model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
@@ -145,6 +149,11 @@ class StreamedModel:
         hidden = torch.empty(0)
         for number, batch in enumerate(batches):
             first = self._record(batch, returns, calls, interner)
+            if first.shape[:-1] != batch.shape:
+                raise SourceError(
+                    f"{type(self.model).__name__} gives its decoder layers hidden states {list(first.shape)} for "
+                    f"tokens {list(batch.shape)}; layer-by-layer streaming does not support this architecture"
+                )
             if number == 0:
                 hidden = torch.empty(*tokens.shape, first.shape[-1])
             hidden[number * batch_size :][: len(batch)] = first.cpu()
@@ -164,7 +173,7 @@ class StreamedModel:
         self._forward(tokens, lambda index: stop)
         output = seen[0].run(self.load_layer(0), first[0])
         self.drop_layer(0)
-        return len(output) if isinstance(output, tuple) else 0
+        return len(output) if isinstance(output, tuple | list) else 0
 
     def _record(
         self, tokens: torch.Tensor, returns: int, calls: list[list[LayerCall]], interner: "_Interner"
@@ -232,7 +241,7 @@ class StreamedPass:
         layer = self.owner.layers[index]
         for call, batch in zip(self.calls[index], torch.split(self.hidden, self.batch_size), strict=True):
             output = call.run(layer, batch.to(self.owner.device))
-            batch.copy_(output[0] if isinstance(output, tuple) else output)  # a view into self.hidden
+            batch.copy_(output[0] if isinstance(output, tuple | list) else output)  # a view into self.hidden
 
     @torch.no_grad()
     def run_all(self, progress: Callable[[int, int], None] | None = None) -> None:

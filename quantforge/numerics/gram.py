@@ -22,8 +22,9 @@ def _block_bounds(in_features: int) -> list[tuple[int, int]]:
 class GramAccumulator:
     """The sum of x x^T over every input row of a site.
 
-    Only the upper block-columns are computed, 10/16 of the work of ``x.T @ x`` with four blocks; `mean` mirrors them.
-    Sums are float32, or float64 when the first batch is float64, on the device of the first batch.
+    Only the upper block-columns are computed, 10/16 of the work of ``x.T @ x`` with four blocks; `mean` mirrors them in
+    place and hands the matrix over, so that there is never a second one. Sums are float32, or float64 when the first
+    batch is float64, on the device of the first batch.
 
     Attributes:
         site: name used in messages.
@@ -37,6 +38,7 @@ class GramAccumulator:
         self.tokens = 0
         self._blocks = _block_bounds(in_features)
         self._total: Tensor | None = None  # [in, in], valid on and above the diagonal blocks
+        self._taken = False
 
     def add(self, x: Tensor) -> None:
         """Add inputs ``[..., in]`` of any floating dtype; leading dimensions count as tokens.
@@ -45,6 +47,7 @@ class GramAccumulator:
         """
         if x.shape[-1] != self.in_features:
             raise ValueError(f"{self.site}: inputs {tuple(x.shape)} must end in {self.in_features} features")
+        self._require_sums()
         rows = x.detach().reshape(-1, self.in_features)  # [tokens, in]
         if self._total is None:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -55,15 +58,17 @@ class GramAccumulator:
         self.tokens += rows.shape[0]
 
     def mean(self) -> Tensor:
-        """The mean outer product, exactly symmetric [in, in], in the dtype of the sums.
+        """The mean outer product, exactly symmetric [in, in], in the dtype of the sums. Ends the summing.
 
         Raises:
             CalibrationError: no input reached the site.
             NumericsError: an input was not finite, or its square overflows.
+            ValueError: it was taken before.
         """
+        self._require_sums()
         if self._total is None or self.tokens == 0:
             raise CalibrationError(f"{self.site}: no calibration token reached it, so its inputs have no statistics")
-        gram = self._total / self.tokens
+        gram, self._total, self._taken = self._total.div_(self.tokens), None, True
         for start, stop in self._blocks:
             square = gram[start:stop, start:stop]
             square.copy_(square.triu() + square.triu(1).t())
@@ -75,3 +80,7 @@ class GramAccumulator:
                 f"{self.in_features} features, first {bad[:5]}, over {self.tokens} tokens"
             )
         return gram
+
+    def _require_sums(self) -> None:
+        if self._taken:
+            raise ValueError(f"{self.site}: the mean was taken, and the sums with it")

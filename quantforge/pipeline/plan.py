@@ -4,7 +4,7 @@ import fnmatch
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ from quantforge.formats import SiteShape, load_format
 from quantforge.methods import Method, OptionValue, load_method
 from quantforge.model.packed import quantization_config
 from quantforge.model.shards import DTYPES
-from quantforge.model.sites import LinearSite, ModelLayout
+from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
 from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.recipe import Recipe, default_output
 from quantforge.spec import QuantSpec, ScaleDtype
 
 GROUP_SIZES = (128, 64, 32)
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 OFFERED_GROUP_SIZES = (256, 128, 96, 64, 48, 32, 16)
 SHOWN_TENSORS = 20
 
@@ -32,7 +33,7 @@ class Plan:
         streamed: the model's skeleton over its checkpoint; no weights are loaded.
         sites: the sites to quantize, all with `spec`.
         kept: parameter -> why it stays in floating point.
-        notes: what was decided for the user and should be announced.
+        notes: what was decided for the user and should be announced; `warnings` are those that deserve attention.
     """
 
     checkpoint: Checkpoint
@@ -46,6 +47,10 @@ class Plan:
     kept: dict[str, str]
     kept_linears: tuple[str, ...]
     notes: tuple[str, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(note for note in self.notes if note.startswith("warning:"))
 
     @property
     def method(self) -> str:
@@ -144,6 +149,16 @@ def make_plan(recipe: Recipe) -> Plan:
         notes.append(f"computing on {device}")
     _note_unusual(layout, notes)
     _note_unused(streamed, checkpoint, notes)
+    _note_ties(streamed, notes)
+    notes += _split_fused(sites, ignored)
+    if "compressed-tensors" in recipe.formats and EXPERT in layout.kept.values():
+        notes.append(
+            "warning: transformers cannot open a compressed-tensors checkpoint whose experts stay in floating point; "
+            "--format gptq can be opened"
+        )
+    checkpoint = replace(
+        checkpoint, tensors={k: v for k, v in checkpoint.tensors.items() if k not in streamed.duplicates}
+    )
     return Plan(
         checkpoint=checkpoint,
         streamed=streamed,
@@ -154,7 +169,9 @@ def make_plan(recipe: Recipe) -> Plan:
         output=Path(recipe.output or default_output(recipe, group_size)),
         sites=tuple(sites),
         kept=layout.kept | {f"{site.module}.weight": "ignored by the recipe" for site in ignored},
-        kept_linears=layout.kept_linears + tuple(site.name for site in ignored),
+        kept_linears=tuple(
+            dict.fromkeys([*layout.kept_linears, *(name for site in ignored for name in (site.name, site.module))])
+        ),
         notes=tuple(notes),
     )
 
@@ -291,6 +308,31 @@ def _note_unusual(layout: ModelLayout, notes: list[str]) -> None:
     for reason, count in sorted(reasons.items()):
         if reason not in ("embedding", "output head"):
             notes.append(f"{count} tensors kept as they are: {reason}")
+
+
+def _note_ties(streamed: StreamedModel, notes: list[str]) -> None:
+    if streamed.duplicates:
+        notes.append(f"{', '.join(streamed.duplicates)} repeats the tensor it is tied to and is written once")
+    if streamed.untied:
+        notes.append(
+            f"warning: config.json ties {', '.join(streamed.untied)}, but the checkpoint holds other values for it; "
+            "both are kept, and servers differ in which one they use"
+        )
+
+
+def _split_fused(sites: list[LinearSite], ignored: list[LinearSite]) -> Iterator[str]:
+    """Servers fuse some matrices and refuse a set of which only a part is quantized."""
+    left = {site.name for site in ignored}
+    for site in sites:
+        parent, _, leaf = site.name.rpartition(".")
+        for parts in FUSED:
+            split = [part for part in parts if f"{parent}.{part}" in left]
+            if leaf in parts and split:
+                yield (
+                    f"warning: {parent}.{split[0]} is ignored and {site.name} is not; vLLM and SGLang fuse "
+                    f"{', '.join(parts)} and refuse such a checkpoint: ignore all of them or none"
+                )
+                return
 
 
 def _note_unused(streamed: StreamedModel, checkpoint: Checkpoint, notes: list[str]) -> None:

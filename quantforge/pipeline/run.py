@@ -15,9 +15,10 @@ from quantforge import __version__
 from quantforge.calibration import CalibrationSet, build_calibration
 from quantforge.errors import NumericsError, QuantforgeError, WorkspaceError
 from quantforge.formats import CheckpointFacts, load_format
-from quantforge.model.observe import InputGroup, input_groups, observe
+from quantforge.model.observe import InputGroup, input_groups, observe, unobserved
+from quantforge.model.skeleton import transformers_version
 from quantforge.model.source import open_checkpoint
-from quantforge.model.streamed import StreamedPass
+from quantforge.model.streamed import TOKENS_PER_BATCH, StreamedPass
 from quantforge.model.tokenizer import load_tokenizer
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.solve import put_back, solve_sites
@@ -57,13 +58,15 @@ def quantize(recipe: Recipe, plan: Plan) -> Iterator[Event]:
 
 
 def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
+    if os.path.lexists(plan.output) and not (plan.output / REPORT_FILE).is_file():
+        raise _exists(plan)
     calibration = _calibration(recipe, plan)
     fingerprint = _fingerprint(recipe, plan, calibration)
     if os.path.lexists(plan.output):
-        yield from _already_published(plan, fingerprint, work)
+        yield from _already_published(recipe, plan, fingerprint, work)
         return
-    _refuse_if_strict(recipe, calibration.warnings if calibration is not None else ())
-    with Workspace.open(work, plan.spec, fingerprint) as workspace:
+    _refuse_if_strict(recipe, plan.warnings + (calibration.warnings if calibration is not None else ()))
+    with Workspace.open(work, plan.spec, fingerprint | {"files": plan.checkpoint.file_times()}) as workspace:
         done = workspace.done()
         workspace.reports()  # a damaged one is found before more work is done, not after
         notes = calibration.notes if calibration is not None else ()
@@ -143,7 +146,7 @@ def _stages(
         return
     if run is None:
         for name in modules:
-            yield InputGroup((name,), torch.empty(0), 0)
+            yield unobserved(name)
     elif recipe.sequential == "layer":
         yield from observe(run, index, modules)
     else:
@@ -206,6 +209,9 @@ def _fingerprint(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None)
     return {
         "quantforge": __version__,
         "torch": torch.__version__,
+        "transformers": transformers_version(),
+        "threads": torch.get_num_threads(),
+        "tokens_per_batch": TOKENS_PER_BATCH,
         "device": str(plan.streamed.device),
         "model": plan.checkpoint.fingerprint(),
         "method": plan.method,
@@ -222,22 +228,29 @@ def _fingerprint(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None)
     }
 
 
-def _already_published(plan: Plan, fingerprint: dict[str, Any], work: Path) -> Iterator[Event]:
+def _exists(plan: Plan) -> WorkspaceError:
+    return WorkspaceError(f"{plan.output} already exists; choose another --output or remove it")
+
+
+def _already_published(recipe: Recipe, plan: Plan, fingerprint: dict[str, Any], work: Path) -> Iterator[Event]:
     """The output exists: finished by this very job (then there is nothing to do), or an error."""
     file = plan.output / REPORT_FILE
     try:
         known = json.loads(file.read_text(encoding="utf-8"))
         if known["fingerprint"] != json.loads(json.dumps(fingerprint)):
             raise ValueError("another run's")
-        first = (plan.output_of(plan.formats[0]) / REPORT_FILE).read_text(encoding="utf-8")
-        reports = tuple(LayerReport.from_json(layer) for layer in json.loads(first)["layers"])
+        first = json.loads((plan.output_of(plan.formats[0]) / REPORT_FILE).read_text(encoding="utf-8"))
+        reports = tuple(LayerReport.from_json(layer) for layer in first["layers"])
+        stored = _run_report(plan, reports, None)
+        report = replace(stored, warnings=tuple(first["warnings"]), calibration=first["calibration"])
     except (OSError, ValueError, LookupError, TypeError) as error:  # no report, a damaged one, another run's
-        raise WorkspaceError(f"{plan.output} already exists; choose another --output or remove it") from error
+        raise _exists(plan) from error
+    _refuse_if_strict(recipe, report.warnings)
     outputs = tuple(_output_report(plan, name, plan.output_of(name)) for name in plan.formats)
     if owned(work):
         discard(work)  # killed after publishing, before cleaning up
     yield RunStarted(plan.layers, plan.layers, (f"{plan.output} is already complete; nothing to do",))
-    yield RunFinished(_run_report(plan, reports, None, outputs))
+    yield RunFinished(replace(report, outputs=outputs))
 
 
 def _output_report(plan: Plan, name: str, directory: Path) -> OutputReport:
@@ -251,16 +264,15 @@ def _run_report(
     plan: Plan,
     layers: tuple[LayerReport, ...],
     calibration: CalibrationSet | None,
-    outputs: tuple[OutputReport, ...],
 ) -> RunReport:
-    warnings = tuple(warning for layer in layers for warning in layer.warnings)
+    warnings = plan.warnings + tuple(warning for layer in layers for warning in layer.warnings)
     if calibration is not None:
         warnings = calibration.warnings + warnings
     return RunReport(
         method=plan.method,
         spec_label=plan.spec.label(),
         layers=layers,
-        outputs=outputs,
+        outputs=(),
         kept=plan.kept,
         warnings=warnings,
         source_bytes=plan.source_bytes,
@@ -269,7 +281,7 @@ def _run_report(
 
 
 def _report(plan: Plan, workspace: Workspace, calibration: CalibrationSet | None) -> RunReport:
-    report = _run_report(plan, tuple(workspace.reports()), calibration, ())
+    report = _run_report(plan, tuple(workspace.reports()), calibration)
     sites = [site for layer in report.layers for site in layer.sites]
     if len(report.fallbacks) > FALLBACK_LIMIT * len(sites):
         raise QuantforgeError(

@@ -7,6 +7,7 @@ from quantforge.errors import UsageError
 from quantforge.evaluate.divergence import EvalResult, evaluate_windows
 from quantforge.evaluate.protocol import Windows, build_windows, load_dataset_rows, load_rows, parse_dataset
 from quantforge.model.packed import open_any
+from quantforge.model.source import TensorSource
 from quantforge.model.streamed import StreamedModel, StreamedPass
 from quantforge.model.tokenizer import load_tokenizer
 from quantforge.pipeline.plan import choose_device
@@ -20,6 +21,8 @@ def evaluate_checkpoint(
     reference: str | None = None,
     text: str | None = None,
     dataset: str | None = None,
+    subset: str | None = None,
+    split: str | None = None,
     column: str | None = None,
     window: int = 2048,
     windows: int | None = None,
@@ -32,38 +35,66 @@ def evaluate_checkpoint(
     """Score a float or quantized checkpoint by the classic protocol, and against `reference` when there is one.
 
     Quantized checkpoints are dequantized from their packed tensors. The tokenizer is the reference's when there is one,
-    so that both models see the same tokens. Peak memory is one decoder layer, the outer weights, and the hidden states
-    of all windows.
+    so that both models see the same tokens.
+
+    Memory: the hidden states of all windows, float32, once for each model; beside them, while layers run, the largest
+    decoder layer of one model, and while windows are scored, the outer weights (embeddings, head) of both models and
+    the logits of one window from each.
 
     Args:
         text: a ``.txt`` or ``.raw`` file; exactly one of `text` and `dataset` is needed.
+        dataset: a file, a directory or a hub id, which may carry subset and split: ``ID:subset:split``.
+        subset, split, column: which part of `dataset` is read; `split` is ``test`` unless given.
         progress: called with (what, done, total).
+
+    Raises:
+        UsageError: not one text, a part of a text that has none, a window longer than the model's positions.
+        CalibrationError: the text cannot be read or is shorter than one window.
+        SourceError: a checkpoint cannot be read.
     """
-    if (text is None) == (dataset is None):
-        raise UsageError("give exactly one of --text FILE and --dataset ID")
-    tokenizer_source = open_any(reference if reference is not None else checkpoint, allow_pickle=allow_pickle)
-    tokenizer = load_tokenizer(tokenizer_source.path, trust_remote_code=trust_remote_code)
-    if text is not None:
+    part = _part(text, dataset, subset, split, column)
+    model = open_any(checkpoint, allow_pickle=allow_pickle)
+    original = None if reference is None else open_any(reference, allow_pickle=allow_pickle)
+    tokenizer = load_tokenizer((original or model).path, trust_remote_code=trust_remote_code)
+    if part is None:
+        assert text is not None
         rows, source = load_rows(text), Path(text).name
     else:
-        assert dataset is not None
-        name, subset, split = parse_dataset(dataset)
-        rows, source = load_dataset_rows(name, subset=subset, split=split, column=column), dataset
+        name, subset, split = part
+        rows = load_dataset_rows(name, subset=subset, split=split, column=column)
+        source = ":".join([name, subset or "", split or ""]).rstrip(":")
     tokens = build_windows(rows, tokenizer, source=source, window=window, windows=windows, bos=bos)
     chosen = choose_device(device)
 
-    def hidden_of(model: str, label: str) -> StreamedPass:
-        streamed = StreamedModel(
-            open_any(model, allow_pickle=allow_pickle), chosen, trust_remote_code=trust_remote_code
-        )
+    def hidden_of(opened: TensorSource, label: str) -> StreamedPass:
+        streamed = StreamedModel(opened, chosen, trust_remote_code=trust_remote_code)
         _check_length(streamed, tokens)
         run = streamed.begin(tokens.tokens)
+        streamed.drop_outer()  # the logits load it again
         run.run_all(lambda done, total: progress(f"{label}: layers", done, total))
         return run
 
-    reference_run = None if reference is None else hidden_of(reference, "reference")
-    run = hidden_of(checkpoint, "model")
+    reference_run = None if original is None else hidden_of(original, "reference")
+    run = hidden_of(model, "model")
     return evaluate_windows(tokens, run, reference_run, lambda done, total: progress("windows", done, total))
+
+
+def _part(
+    text: str | None, dataset: str | None, subset: str | None, split: str | None, column: str | None
+) -> tuple[str, str | None, str | None] | None:
+    """(id, subset, split) of the data set, or None for a text; UsageError when the request contradicts itself."""
+    if (text is None) == (dataset is None):
+        raise UsageError("give exactly one of --text FILE and --dataset ID")
+    if dataset is None:
+        flags = {"--subset": subset, "--split": split, "--column": column}
+        if given := [flag for flag, value in flags.items() if value is not None]:
+            raise UsageError(f"{', '.join(given)}: these choose a part of --dataset, and --text FILE has no parts")
+        return None
+    name, named_subset, named_split = parse_dataset(dataset)
+    for flag, value, named in (("--subset", subset, named_subset), ("--split", split, named_split)):
+        if value is not None and named is not None and value != named:
+            raise UsageError(f"{flag} {value} and --dataset {dataset} disagree; give one of them")
+    return name, subset or named_subset, split or named_split
 
 
 def _check_length(streamed: StreamedModel, tokens: Windows) -> None:

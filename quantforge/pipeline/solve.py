@@ -1,6 +1,7 @@
 """From observed input groups to quantized sites and their reports."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -28,11 +29,13 @@ def solve_sites(
     stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
     gram = group.gram if group.tokens else None
     name = " + ".join(site.name for site in sites)
-    problem = WeightProblem(name, stacked, plan.spec, gram, group.tokens, plan.options)
-    solution = plan.solver.solve(problem)
-    rounded = None
-    if gram is not None and plan.method != "rtn":
-        rounded = load_method("rtn").solve(WeightProblem(name, stacked, plan.spec, None, 0, {})).quantized
+    rtn, nearest = load_method("rtn"), WeightProblem(name, stacked, plan.spec, None, 0, {})
+    if gram is None and plan.solver.needs_gram:
+        reason = f"{plan.method}: no calibration token reached it; rounded to nearest"
+        solution = replace(rtn.solve(nearest), fallback=reason)
+    else:
+        solution = plan.solver.solve(WeightProblem(name, stacked, plan.spec, gram, group.tokens, plan.options))
+    rounded = rtn.solve(nearest).quantized if gram is not None and plan.method != "rtn" else None
     results = []
     start = 0
     for site, weight in zip(sites, weights, strict=True):

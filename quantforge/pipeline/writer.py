@@ -1,9 +1,9 @@
 """Assemble a checkpoint directory from committed layers and the source's other tensors, one tensor at a time."""
 
 import json
+import os
 import shutil
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,17 @@ import torch
 from quantforge.errors import SourceError
 from quantforge.formats import CheckpointFacts, Format
 from quantforge.model.shards import DTYPE_NAMES, DTYPES, INDEX_FILE, SINGLE_FILE
+from quantforge.model.source import Checkpoint
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.workspace import Workspace, durable, sync_directory
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"}
-SKIPPED_FILES = {"config.json", "quantize_config.json", "README.md", ".gitattributes"}
+REPLACED_FILES = {"config.json", "quantize_config.json"}
+SOURCES_OWN = {"README.md", "__pycache__"}
+"""The model card makes claims and gives numbers that are not the quantized model's."""
+
 SIDE_FILE_LIMIT_BYTES = 200 << 20
+INDEX_SUFFIX = ".index.json"
 SIDE_DIRECTORIES = ("additional_chat_templates",)
 
 
@@ -41,8 +46,12 @@ class _Entry:
 
 def write_checkpoint(
     directory: Path, plan: Plan, workspace: Workspace, chosen: Format, facts: CheckpointFacts, max_shard_bytes: int
-) -> None:
-    """Write weights, config and side files into an empty directory."""
+) -> tuple[str, ...]:
+    """Write weights, config and side files into an empty directory; `sync_tree` must follow before it is published.
+
+    Returns the names of what is left behind of the source, sorted: weights that are not part of the checkpoint, side
+    files over the limit, and directories (with a slash). What is hidden, caches and the model card are not named.
+    """
     entries = _entries(plan, workspace, chosen, facts)
     shards = _split(entries, max_shard_bytes)
     names = [SINGLE_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
@@ -52,11 +61,20 @@ def write_checkpoint(
     if len(shards) > 1:
         weight_map = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         write_json(directory / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-    _copy_side_files(plan.checkpoint.path, directory)
+    source = plan.streamed.source
+    assert isinstance(source, Checkpoint)
+    side_files, skipped = _side_files(source, directory)
+    _copy_side_files(source.path, directory, side_files)
     write_json(directory / "config.json", plan.checkpoint.config | {"quantization_config": chosen.config(facts)})
     for file, content in chosen.side_files(facts).items():
         write_json(directory / file, content)
-    sync_directory(directory)
+    return skipped
+
+
+def sync_tree(directory: Path) -> None:
+    """Make the entries of every directory below `directory`, and then its own, durable; files were when written."""
+    for path, _, _ in os.walk(directory, topdown=False):
+        sync_directory(Path(path))
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
@@ -153,25 +171,32 @@ def _write_tensor(handle: Any, entry: _Entry, tensor: torch.Tensor) -> None:
     handle.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def _copy_side_files(source: Path, directory: Path) -> None:
+def _copy_side_files(source: Path, directory: Path, files: list[Path]) -> None:
     """Carry over tokenizer, chat template, generation config, custom code and processor files."""
-    for file in _side_files(source):
+    for file in files:
         target = directory / file.relative_to(source)
         target.parent.mkdir(exist_ok=True)
         with open(file, "rb") as original, durable(target) as copy:
             shutil.copyfileobj(original, copy)
 
 
-def _side_files(source: Path) -> Iterator[Path]:
-    for file in sorted(source.iterdir()):
-        if file.is_dir() and file.name in SIDE_DIRECTORIES:
-            yield from (f for f in sorted(file.iterdir()) if f.is_file())
-        if (
-            file.is_file()
-            and not file.name.startswith(".")
-            and file.name not in SKIPPED_FILES
-            and not file.name.endswith(".index.json")
-            and file.suffix not in WEIGHT_SUFFIXES
-            and file.stat().st_size <= SIDE_FILE_LIMIT_BYTES
-        ):
-            yield file
+def _side_files(checkpoint: Checkpoint, output: Path) -> tuple[list[Path], tuple[str, ...]]:
+    """(files to copy, names of what is left behind and may be missed); `output` may lie in the source's directory."""
+    own = {info.file for info in checkpoint.tensors.values()} | REPLACED_FILES | SOURCES_OWN
+    found: list[Path] = []
+    skipped: list[str] = []
+    for entry in sorted(checkpoint.path.iterdir()):
+        if entry.name.startswith(".") or entry.name in own:
+            continue
+        if entry.is_dir() and entry.name not in SIDE_DIRECTORIES:
+            if not output.resolve().is_relative_to(entry.resolve()):
+                skipped.append(f"{entry.name}/")
+            continue
+        for file in sorted(entry.iterdir()) if entry.is_dir() else [entry]:
+            if not file.is_file() or file.name.endswith(INDEX_SUFFIX):
+                continue
+            if file.suffix in WEIGHT_SUFFIXES or file.stat().st_size > SIDE_FILE_LIMIT_BYTES:
+                skipped.append(str(file.relative_to(checkpoint.path)))
+            else:
+                found.append(file)
+    return found, tuple(skipped)

@@ -1,0 +1,90 @@
+"""The measuring scripts: what they remove, and what they print for what was not measured."""
+
+import importlib.util
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quantforge.calibration import CalibrationSet
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_standard_job_removes_the_checkpoints_it_made_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = script("standard_job")
+    work = tmp_path / "work"
+    given, made = work / "peer", work / "rtn-4-sym"
+    given.mkdir(parents=True)
+
+    def make(row: str, args: Namespace) -> tuple[str, dict[str, Any]]:
+        assert row == made.name
+        made.mkdir()
+        return str(made), {}
+
+    gap = {"kl": 0.1, "kl_se_window": 0.01, "top1": 0.9}
+    scores = SimpleNamespace(to_json=lambda: {"ppl": 10.0, "divergence": gap})
+    seen = []
+    monkeypatch.setattr(job, "make", make)
+    monkeypatch.setattr(job, "load_tokenizer", lambda path: None)
+    monkeypatch.setattr(job, "load_rows", lambda file: [])
+    monkeypatch.setattr(job, "build_windows", lambda *args, **options: SimpleNamespace(tokens=None))
+    monkeypatch.setattr(job, "hidden_states", lambda model, tokens: seen.append(model))
+    monkeypatch.setattr(job, "evaluate_windows", lambda *args: scores)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    command = f"job model --data {tmp_path} --out {tmp_path}/rows.json --work {work} --rows fp,{made.name},{given}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    job.main()
+    assert list(json.loads((tmp_path / "rows.json").read_text())) == ["fp", made.name, str(given)]
+    assert given.is_dir() and not made.exists()
+    assert seen == ["model", "model", str(made), str(made), str(given), str(given)]
+    assert f"| {given} | wikitext | 10.000 | 0.1000 (0.0100) |" in capsys.readouterr().out
+
+
+def test_the_peer_table_has_numbers_only_for_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = script("bench_peers")
+    (tmp_path / "gptqmodel").mkdir()
+    tokens = CalibrationSet(torch.zeros(1, 2, dtype=torch.int64), "x", 1, False)
+    monkeypatch.setattr("quantforge.calibration.build_calibration", lambda *args, **options: tokens)
+    monkeypatch.setattr("quantforge.model.tokenizer.load_tokenizer", lambda path: None)
+
+    def process_cost(command: list[str], log: Path, threads: int) -> tuple[int, int, float, float]:
+        output = Path(command[command.index("--output") + 1])
+        output.mkdir()
+        return (9 if output.name == "autoround" else 0), 1_500_000, 12.0, 7.0
+
+    monkeypatch.setattr(bench, "process_cost", process_cost)
+    peers = ["gptqmodel=python", "autoround=python"]
+    asked = Namespace(model="m", text="t", work=tmp_path, nsamples=1, seqlen=2, threads=1, peer=peers)
+    bench.measure(asked)
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        "| quantforge | 12 | 1500 | 7 |",
+        f"| gptqmodel | {tmp_path}/gptqmodel exists, skipped | | |",
+        f"| autoround | failed with status 9, see {tmp_path}/autoround.log | | |",
+    ]
+    assert not (tmp_path / "autoround").exists(), "the next call would take it for finished"
+    assert (tmp_path / "gptqmodel").is_dir()
+
+
+def test_the_cost_of_a_process_comes_with_its_exit_status(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import sys; print('why'); sys.exit(3)"]
+    status, peak, cpu, wall = script("bench_peers").process_cost(command, tmp_path / "log", 1)
+    assert status == 3 and peak > 0 and cpu > 0 and wall > 0
+    assert (tmp_path / "log").read_text() == "why\n"
