@@ -95,6 +95,7 @@ class RunReport:
     warnings: tuple[str, ...]
     source_bytes: int
     calibration: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def fallbacks(self) -> list[SiteReport]:

@@ -229,3 +229,21 @@ def test_a_site_that_is_never_called_comes_back_without_tokens() -> None:
 def test_the_largest_stack_of_the_language_model_is_taken_even_when_another_is_larger(tmp_path: Path) -> None:
     model, _ = build("gemma3", tmp_path / "model")
     assert StreamedModel(open_checkpoint(model)).layout.stack == "model.language_model.layers"
+
+
+def test_all_experts_are_one_entry_of_a_compressed_tensors_config(tmp_path: Path) -> None:
+    model, _ = build("qwen3_moe", tmp_path / "model")
+    rtn(model, tmp_path / "out")
+    config = open_checkpoint(tmp_path / "out").config["quantization_config"]
+    experts = [entry for entry in config["ignore"] if "experts" in entry]
+    assert experts == [r"re:.*\.experts(\..*)?$"]
+    assert "model.layers.0.mlp.gate" in config["ignore"] and "lm_head" in config["ignore"]
+
+
+def test_files_left_behind_are_named_in_the_report(tiny_llama: Path, tmp_path: Path) -> None:
+    model = with_tensors(tiny_llama, tmp_path / "model", lambda tensors: None)
+    (model / "training.bin").write_bytes(b"x")
+    recipe = Recipe(model=str(model), output=str(tmp_path / "out"), method="rtn", group_size=32)
+    *_, last = quantize(recipe, make_plan(recipe))
+    assert last.report.notes == ("not copied from the source: training.bin",)  # type: ignore[union-attr]
+    assert not (tmp_path / "out" / "training.bin").exists()

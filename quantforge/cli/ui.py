@@ -179,6 +179,7 @@ class Ui:
                 [("output", f"{output.path} ({output.format}, {output.tensors} tensors{verified})"), ("size", size)]
             )
         self._kept(report.kept)
+        self._facts([("note", note) for note in report.notes])
         for remark in gathered(report.warnings):  # fallbacks are among them
             self.warn(remark)
 

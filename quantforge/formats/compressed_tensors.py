@@ -14,6 +14,7 @@ transformers with it, unpack exactly; servers may have no kernel for them, and c
 differently (10 values a word).
 """
 
+import re
 from typing import Any
 
 import torch
@@ -24,6 +25,11 @@ from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
 
 NAMED_SITES = 3
+
+
+_EXPERT = re.compile(r".*\.experts(\..*)?")
+_ALL_EXPERTS = r"re:.*\.experts(\..*)?$"
+"""One entry stands for all experts of all layers: named one by one they would fill the config."""
 
 
 def problems(spec: QuantSpec, sites: list[SiteShape]) -> list[str]:
@@ -98,7 +104,7 @@ def config(facts: CheckpointFacts) -> dict[str, Any]:
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
-        "ignore": list(facts.kept),
+        "ignore": list(dict.fromkeys(_ALL_EXPERTS if _EXPERT.fullmatch(name) else name for name in facts.kept)),
         "config_groups": {"group_0": group},
     }
 

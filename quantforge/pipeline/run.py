@@ -24,7 +24,7 @@ from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.solve import put_back, solve_sites
 from quantforge.pipeline.verify import verify_checkpoint
 from quantforge.pipeline.workspace import Workspace, discard, disk_errors, owned, sync_directory
-from quantforge.pipeline.writer import write_checkpoint, write_json
+from quantforge.pipeline.writer import sync_tree, write_checkpoint, write_json
 from quantforge.quantized import QuantizedWeight
 from quantforge.recipe import Recipe
 from quantforge.report import (
@@ -80,7 +80,7 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
             directory = staged if len(plan.formats) == 1 else staged / name
             directory.mkdir(exist_ok=True)
             yield Assembling(name)
-            _write(directory, name, recipe, plan, workspace, report, fingerprint)
+            report = _write(directory, name, recipe, plan, workspace, report, fingerprint)
             yield Verifying(name)
             verify_checkpoint(directory, plan, workspace)
             outputs.append(_output_report(plan, name, directory))
@@ -88,6 +88,7 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
             write_json(staged / REPORT_FILE, {"fingerprint": fingerprint})
         if os.path.lexists(plan.output):
             raise WorkspaceError(f"{plan.output} appeared during the run; the finished output is in {staged}")
+        sync_tree(staged)
         os.rename(staged, plan.output)
         sync_directory(plan.output.resolve().parent)
         workspace.discard()
@@ -305,16 +306,19 @@ def _write(
     workspace: Workspace,
     report: RunReport,
     fingerprint: dict[str, Any],
-) -> None:
-    """Write one export with its report."""
+) -> RunReport:
+    """Write one export with its report; returns the report, with what was left behind in its notes."""
     facts = CheckpointFacts(
         spec=plan.spec,
         quantized=tuple(site.name for site in plan.sites),
         kept=plan.kept_linears,
         has_zero_zero=any(site.has_zero_zero for layer in report.layers for site in layer.sites),
     )
-    write_checkpoint(directory, plan, workspace, load_format(name), facts, recipe.max_shard_bytes)
+    skipped = write_checkpoint(directory, plan, workspace, load_format(name), facts, recipe.max_shard_bytes)
+    if skipped:
+        report = replace(report, notes=(f"not copied from the source: {', '.join(skipped)}",))
     settings = recipe.model_dump(mode="json", exclude={"model", "output"})
     content = {"quantforge": __version__, "fingerprint": fingerprint, "recipe": settings} | report.to_json()
     content.pop("outputs")
     write_json(directory / REPORT_FILE, content)
+    return report
