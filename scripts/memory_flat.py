@@ -8,6 +8,7 @@ memory (kB from the kernel's own accounting) and seconds of both whole processes
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -15,11 +16,11 @@ import sys
 import time
 from pathlib import Path
 
-from safetensors.torch import load_file, save_file
-
 
 def deepen(model: Path, target: Path, times: int) -> None:
     """Write a copy of a Llama-like checkpoint with its decoder layers repeated `times` times."""
+    from safetensors.torch import load_file, save_file
+
     target.mkdir(parents=True)
     config = json.loads((model / "config.json").read_text())
     layers = config["num_hidden_layers"]
@@ -63,7 +64,14 @@ def main() -> None:
     parser.add_argument("--nsamples", type=int, default=8)
     args = parser.parse_args()
     shutil.rmtree(args.work, ignore_errors=True)
-    deepen(args.model, args.work / "deep", args.times)
+    # in a process of its own: the kernel starts a child's peak at what its parent had resident
+    worker = multiprocessing.get_context("spawn").Process(
+        target=deepen, args=(args.model, args.work / "deep", args.times)
+    )
+    worker.start()
+    worker.join()
+    if worker.exitcode:
+        sys.exit("the deeper model could not be written")
     print("| model | weights MB | peak RSS MB | CPU s | wall s |\n|---|---|---|---|---|")
     for name, model in (("as it is", args.model), (f"{args.times} x the layers", args.work / "deep")):
         peak, cpu, wall = measure(model, args.work / f"out-{model.name}", args)
