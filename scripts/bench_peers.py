@@ -124,7 +124,7 @@ def process_cost(command: list[str], log: Path, threads: int) -> tuple[int, int,
     environment = os.environ | {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",
-        "GPTQMODEL_CPU_WORKERS": str(threads),
+        "GPTQMODEL_CPU_WORKERS": str(max(2, threads)),
         "HF_HUB_OFFLINE": "1",
     }
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
