@@ -4,8 +4,6 @@ To add a format, write ``formats/<name>.py`` with a module constant ``FORMAT: Fo
 ``readers/``, and a golden-byte test. Dashes in a format's name are underscores in its file name.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,7 @@ import torch
 
 from quantforge.errors import UsageError
 from quantforge.quantized import QuantizedWeight
+from quantforge.registry import load, names_in
 from quantforge.spec import QuantSpec
 
 
@@ -69,13 +68,11 @@ class Format:
 
 def format_names() -> list[str]:
     """Names of all formats, from the files of this folder."""
-    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
+    return names_in(__path__)
 
 
 def load_format(name: str) -> Format:
     """Import one format by name; raises UsageError naming the known ones."""
-    if name not in format_names():
-        raise UsageError(f"unknown format {name!r}; known formats: {', '.join(format_names())}")
-    found = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").FORMAT
-    assert isinstance(found, Format), f"formats/{name}.py defines no FORMAT"
+    found = load(__name__, __path__, name, "FORMAT", UsageError)
+    assert isinstance(found, Format)
     return found

@@ -3,9 +3,7 @@
 To add a method, write ``methods/<name>.py`` with a module constant ``METHOD: Method`` and a test. Nothing else changes.
 """
 
-import importlib
 import math
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,6 +11,7 @@ import torch
 
 from quantforge.errors import UsageError
 from quantforge.quantized import QuantizedWeight
+from quantforge.registry import load, names_in
 from quantforge.spec import QuantSpec
 
 OptionValue = bool | int | float | str
@@ -94,13 +93,11 @@ class Method:
 
 def method_names() -> list[str]:
     """Names of all methods, from the files of this folder."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
+    return names_in(__path__)
 
 
 def load_method(name: str) -> Method:
     """Import one method by name; raises UsageError naming the known ones."""
-    if name not in method_names():
-        raise UsageError(f"unknown method {name!r}; known methods: {', '.join(method_names())}")
-    method = importlib.import_module(f"{__name__}.{name}").METHOD
-    assert isinstance(method, Method), f"methods/{name}.py defines no METHOD"
+    method = load(__name__, __path__, name, "METHOD", UsageError)
+    assert isinstance(method, Method)
     return method

@@ -5,8 +5,6 @@ verify what was written, to evaluate a quantized checkpoint from its own files, 
 ``READER`` is the registry entry; the file is named after the config's ``quant_method``.
 """
 
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 
 from quantforge.errors import SourceError
+from quantforge.registry import load, names_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +77,11 @@ class Reader:
 
 def reader_names() -> list[str]:
     """The quant_method values that can be read."""
-    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(__path__))
+    return names_in(__path__)
 
 
 def load_reader(quant_method: str) -> Reader:
     """The reader for a config's ``quant_method``; raises SourceError naming the known ones."""
-    if quant_method not in reader_names():
-        raise SourceError(f"no reader for quant_method {quant_method!r}; readable: {', '.join(reader_names())}")
-    reader = importlib.import_module(f"{__name__}.{quant_method.replace('-', '_')}").READER
-    assert isinstance(reader, Reader), f"readers/{quant_method}.py defines no READER"
+    reader = load(__name__, __path__, quant_method, "READER", SourceError)
+    assert isinstance(reader, Reader)
     return reader

@@ -1,0 +1,21 @@
+"""A folder as a registry: each file in it defines one constant, and is found by its name."""
+
+import importlib
+import pkgutil
+from collections.abc import Iterable
+
+from quantforge.errors import QuantforgeError
+
+
+def names_in(folder: Iterable[str]) -> list[str]:
+    """Names of the modules of a package (its ``__path__``), underscores read as dashes."""
+    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(folder))
+
+
+def load(package: str, folder: Iterable[str], name: str, constant: str, error: type[QuantforgeError]) -> object:
+    """The `constant` of the module called `name`; raises `error` with the known names when there is none."""
+    known = names_in(folder)
+    what = package.rpartition(".")[2].removesuffix("s")
+    if name not in known:
+        raise error(f"unknown {what} {name!r}; known {what}s: {', '.join(known)}")
+    return getattr(importlib.import_module(f"{package}.{name.replace('-', '_')}"), constant)
