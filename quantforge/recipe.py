@@ -41,7 +41,7 @@ class CalibrationRecipe(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     dataset: str | None = Field(
-        default=None, description="a file, a directory, a dataset id, or null for the built-in text"
+        default=None, description="a file, a directory, a dataset id, builtin, self, or null for the built-in text"
     )
     subset: str | None = Field(default=None, description="the dataset's configuration name, or null")
     split: str | None = Field(default=None, description="the dataset's split, or null")

@@ -109,6 +109,14 @@ class RunReport:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """Calibration sequences are being sampled from the model itself, which takes a while."""
+
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class RunStarted:
     """Sent once. `done` layers were already committed by an earlier run with the same fingerprint."""
 
@@ -152,4 +160,4 @@ class RunFinished:
     report: RunReport
 
 
-Event = RunStarted | LayerStarted | SiteDone | LayerDone | Assembling | Verifying | RunFinished
+Event = Sampling | RunStarted | LayerStarted | SiteDone | LayerDone | Assembling | Verifying | RunFinished

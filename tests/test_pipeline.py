@@ -530,3 +530,31 @@ def test_a_site_that_no_token_reaches_falls_back_to_rounding_and_is_listed(
     with pytest.raises(QuantforgeError, match="14 of 14 sites fell back to rtn"):
         finish(recipe_for(tiny_llama, tmp_path / "blind", text))
     assert not (tmp_path / "blind").exists()
+
+
+def test_a_model_can_be_calibrated_on_what_it_samples_itself(tiny_llama: Path, tmp_path: Path) -> None:
+    calibration = CalibrationRecipe(dataset="self", nsamples=6, seqlen=32)
+    state = torch.random.get_rng_state()
+    first = finish(recipe_for(tiny_llama, tmp_path / "a", tiny_llama, calibration=calibration))
+    second = finish(recipe_for(tiny_llama, tmp_path / "b", tiny_llama, calibration=calibration))
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert first.calibration["source"].startswith("sampled from the model itself")
+    assert (first.calibration["delivered"], first.calibration["seqlen"]) == (6, 32)
+    assert first.calibration["fingerprint"] == second.calibration["fingerprint"]
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_sampled_tokens_follow_the_models_own_distribution(tiny_llama: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from quantforge.model.sampling import sample_sequences
+
+    tokens = sample_sequences(tiny_llama, 96, 24, seed=1)
+    assert tokens.shape == (96, 24) and tokens.dtype == torch.int64
+    assert len(tokens[:, 0].unique()) > 60  # the first is uniform over 256
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    with torch.no_grad():
+        log_p = model(tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
+    nll = -log_p.gather(-1, tokens[:, 1:, None]).mean()
+    entropy = -(log_p.exp() * log_p).sum(-1).mean()
+    assert abs(float(nll - entropy)) < 0.1  # the surprise of a sample is the entropy, if it is sampled from the model

@@ -28,7 +28,9 @@ def quantize(
     formats: Annotated[Many, Option("--format", metavar="NAMES", help="Comma separated. [compressed-tensors]")] = None,
     output: Annotated[Text, Option("--output", "-o", help="Directory to make. [MODEL-w4g64-gptq]")] = None,
     recipe: Annotated[Path | None, Option(help="YAML file; flags given here win over it.")] = None,
-    dataset: Annotated[Text, Option(help="Calibration text: file, directory, dataset id. [built in]")] = None,
+    dataset: Annotated[
+        Text, Option(help="Calibration text: file, directory, dataset id, builtin, self. [builtin]")
+    ] = None,
     subset: Annotated[Text, Option(help="Configuration of the dataset.")] = None,
     split: Annotated[Text, Option(help="Split of the dataset.")] = None,
     column: Annotated[Text, Option(help="Column that holds the text.")] = None,

@@ -260,6 +260,8 @@ class _RunView:
 
     def show(self, event: events.Event) -> None:
         match event:
+            case events.Sampling(sequences=sequences, tokens=tokens):
+                self._stage(f"sampling {sequences} x {tokens} calibration tokens from the model itself")
             case events.RunStarted():
                 self._start(event)
             case events.LayerStarted(layer=layer):

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from quantforge import __version__
-from quantforge.calibration import CalibrationSet, build_calibration
+from quantforge.calibration import CalibrationSet
 from quantforge.errors import NumericsError, QuantforgeError, WorkspaceError
 from quantforge.formats import CheckpointFacts, load_format
 from quantforge.model.observe import InputGroup, input_groups, observe, unobserved
 from quantforge.model.skeleton import transformers_version
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import TOKENS_PER_BATCH, StreamedPass
-from quantforge.model.tokenizer import load_tokenizer
+from quantforge.pipeline.calibrate import calibrate
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.solve import put_back, solve_sites
 from quantforge.pipeline.verify import verify_checkpoint
@@ -60,7 +60,7 @@ def quantize(recipe: Recipe, plan: Plan) -> Iterator[Event]:
 def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
     if os.path.lexists(plan.output) and not (plan.output / REPORT_FILE).is_file():
         raise _exists(plan)
-    calibration = _calibration(recipe, plan)
+    calibration = yield from calibrate(recipe, plan)
     fingerprint = _fingerprint(recipe, plan, calibration)
     if os.path.lexists(plan.output):
         yield from _already_published(recipe, plan, fingerprint, work)
@@ -176,33 +176,6 @@ def _warnings(reports: Sequence[SiteReport]) -> Iterator[str]:
 
 
 # ------------------------------------------------------------------------------------------------ before and after
-
-
-def _calibration(recipe: Recipe, plan: Plan) -> CalibrationSet | None:
-    """The calibration tokens, or None for a method that needs no statistics."""
-    if not plan.solver.needs_gram:
-        return None
-    asked = recipe.calibration
-    tokenizer = load_tokenizer(plan.checkpoint.path, trust_remote_code=recipe.trust_remote_code)
-    config: Any = plan.streamed.model.config
-    calibration = build_calibration(
-        tokenizer,
-        dataset=asked.dataset,
-        nsamples=asked.nsamples,
-        seqlen=asked.seqlen,
-        split=asked.split,
-        column=asked.column,
-        subset=asked.subset,
-        bos=asked.bos,
-        max_position=getattr(config.get_text_config(), "max_position_embeddings", None),
-    )
-    vocabulary = int(plan.streamed.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-    if int(calibration.tokens.max()) >= vocabulary:
-        raise QuantforgeError(
-            f"the tokenizer gives token {int(calibration.tokens.max())}, the model has {vocabulary} embeddings; "
-            "tokenizer and weights do not belong together"
-        )
-    return calibration
 
 
 def _fingerprint(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None) -> dict[str, Any]:
