@@ -36,12 +36,12 @@ def parse_size(size: str | int) -> int:
 
 
 class CalibrationRecipe(BaseModel):
-    """Where calibration tokens come from. `dataset` None means the built-in text. Descriptions end error messages."""
+    """Where calibration tokens come from; `dataset` None lets the run choose. Descriptions end error messages."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     dataset: str | None = Field(
-        default=None, description="a file, a directory, a dataset id, builtin, self, or null for the built-in text"
+        default=None, description="a file, a directory, a dataset id, builtin, self, or null for the default"
     )
     subset: str | None = Field(default=None, description="the dataset's configuration name, or null")
     split: str | None = Field(default=None, description="the dataset's split, or null")

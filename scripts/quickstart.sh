@@ -23,7 +23,7 @@ step "the original model: $MODEL"
 "$PYTHON" scripts/make_smollm2.py "$MODEL"
 
 step "quantize to 4 bits, group 64, and verify by reading the files back"
-quantforge quantize "$MODEL" --bits 4 --group-size 64 --nsamples 64 --seqlen 512 --output "$QUANTIZED" --json >"$OUT/quantize.json"
+quantforge quantize "$MODEL" --bits 4 --group-size 64 --nsamples 32 --seqlen 512 --output "$QUANTIZED" --json >"$OUT/quantize.json"
 
 if [ -f "$TEXT" ]; then
     SAID="$(basename "$TEXT")"

@@ -21,6 +21,7 @@ from quantforge.model.observe import unobserved
 from quantforge.model.packed import PackedCheckpoint, open_any
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import StreamedModel
+from quantforge.pipeline import calibrate as calibrate_module
 from quantforge.pipeline import run as run_module
 from quantforge.pipeline.plan import Plan, make_plan
 from quantforge.pipeline.run import quantize
@@ -558,3 +559,15 @@ def test_sampled_tokens_follow_the_models_own_distribution(tiny_llama: Path) -> 
     nll = -log_p.gather(-1, tokens[:, 1:, None]).mean()
     entropy = -(log_p.exp() * log_p).sum(-1).mean()
     assert abs(float(nll - entropy)) < 0.1  # the surprise of a sample is the entropy, if it is sampled from the model
+
+
+def test_by_default_a_model_is_calibrated_on_its_own_samples_unless_it_is_too_large_to_load(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = CalibrationRecipe(nsamples=4, seqlen=32)
+    own = finish(recipe_for(tiny_llama, tmp_path / "own", tiny_llama, calibration=few))
+    assert own.calibration["source"].startswith("sampled from the model itself")
+    monkeypatch.setattr(calibrate_module, "_memory_bytes", lambda device: 3_000_000)  # the model takes 1.9 MB
+    text = finish(recipe_for(tiny_llama, tmp_path / "text", tiny_llama, calibration=few))
+    assert text.calibration["source"].startswith("builtin")
+    assert "0.0 GB whole, too much of 0.0 GB" in text.calibration["notes"][0]

@@ -29,7 +29,7 @@ def quantize(
     output: Annotated[Text, Option("--output", "-o", help="Directory to make. [MODEL-w4g64-gptq]")] = None,
     recipe: Annotated[Path | None, Option(help="YAML file; flags given here win over it.")] = None,
     dataset: Annotated[
-        Text, Option(help="Calibration text: file, directory, dataset id, builtin, self. [builtin]")
+        Text, Option(help="Calibration text: file, directory, dataset id, builtin, self. [self]")
     ] = None,
     subset: Annotated[Text, Option(help="Configuration of the dataset.")] = None,
     split: Annotated[Text, Option(help="Split of the dataset.")] = None,

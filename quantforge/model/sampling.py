@@ -7,7 +7,7 @@ import torch
 
 from quantforge.errors import SourceError
 
-SEQUENCES_AT_ONCE = 64
+SEQUENCES_AT_ONCE = 32
 
 
 def sample_sequences(

@@ -1,7 +1,11 @@
-"""The calibration tokens of a run: from text, or sampled from the model itself."""
+"""The calibration tokens of a run: from text, or sampled from the model itself (why: docs/calibration.md)."""
 
+import os
 from collections.abc import Generator
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from quantforge.calibration import CalibrationSet, build_calibration
 from quantforge.errors import QuantforgeError
@@ -12,6 +16,9 @@ from quantforge.recipe import Recipe
 from quantforge.report import Event, Sampling
 
 FROM_MODEL = "self"
+BUILTIN = "builtin"
+MEMORY_SHARE = 0.5
+"""The model in float32 may take this share of the device's memory to be loaded whole for sampling by default."""
 
 
 def calibrate(recipe: Recipe, plan: Plan) -> Generator[Event, None, CalibrationSet | None]:
@@ -24,7 +31,8 @@ def calibrate(recipe: Recipe, plan: Plan) -> Generator[Event, None, CalibrationS
     asked = recipe.calibration
     config: Any = plan.streamed.model.config
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if asked.dataset == FROM_MODEL:
+    dataset, notes = (asked.dataset, ()) if asked.dataset is not None else _default_source(plan)
+    if dataset == FROM_MODEL:
         seqlen = min(asked.seqlen, longest or asked.seqlen)
         yield Sampling(asked.nsamples, seqlen)
         tokens = sample_sequences(
@@ -37,7 +45,7 @@ def calibrate(recipe: Recipe, plan: Plan) -> Generator[Event, None, CalibrationS
         return CalibrationSet(tokens, "sampled from the model itself, temperature 1, seed 0", asked.nsamples, bos=False)
     calibration = build_calibration(
         load_tokenizer(plan.checkpoint.path, trust_remote_code=recipe.trust_remote_code),
-        dataset=asked.dataset,
+        dataset=dataset,
         nsamples=asked.nsamples,
         seqlen=asked.seqlen,
         split=asked.split,
@@ -52,4 +60,23 @@ def calibrate(recipe: Recipe, plan: Plan) -> Generator[Event, None, CalibrationS
             f"the tokenizer gives token {int(calibration.tokens.max())}, the model has {vocabulary} embeddings; "
             "tokenizer and weights do not belong together"
         )
-    return calibration
+    return replace(calibration, notes=notes + calibration.notes)
+
+
+def _default_source(plan: Plan) -> tuple[str, tuple[str, ...]]:
+    """What to calibrate on when nothing is said, and why: the model's own samples, unless it is too large for that."""
+    needed_bytes = 4 * sum(parameter.numel() for parameter in plan.streamed.model.parameters())
+    memory_bytes = _memory_bytes(plan.streamed.device)
+    if needed_bytes <= MEMORY_SHARE * memory_bytes:
+        return FROM_MODEL, ()
+    return BUILTIN, (
+        f"calibrating on the built-in text: the model takes {needed_bytes / 1e9:.1f} GB whole, too much of "
+        f"{memory_bytes / 1e9:.1f} GB to sample from it; text of your own serves better: --dataset FILE",
+    )
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """All memory of the device, free or not, so that the answer does not change between two runs."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
