@@ -1,8 +1,8 @@
 """Input statistics of a decoder layer's sites: one Gram for each set of sites that read the same tensor."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from traceback import clear_frames
 
 import torch
 from torch import nn
@@ -89,8 +89,10 @@ def observe(run: StreamedPass, index: int, modules: Mapping[str, nn.Module]) -> 
     layer = run.owner.layers[index]
     try:
         for call, hidden in run.batches(index):
-            with suppress(_Observed):
+            try:
                 call.run(layer, hidden)
+            except _Observed as stop:
+                clear_frames(stop.__traceback__)  # they hold activations, in cycles that are collected much later
             watch.batch_done()
     finally:
         for handle in hooks:

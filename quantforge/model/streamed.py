@@ -5,8 +5,11 @@ so that every layer is later replayed with its own arguments: masks, rotary tabl
 one model (sliding and full attention), and re-using the first layer's would be silently wrong.
 """
 
+import ctypes
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from traceback import clear_frames
 from typing import Any
 
 import torch
@@ -130,6 +133,7 @@ class StreamedModel:
             for leaf, parameter in module._parameters.items():
                 if parameter is not None:
                     module._parameters[leaf] = _to_meta(parameter)
+        _trim_heap()
 
     def _note_peak(self) -> None:
         real = sum(parameter.numel() for parameter in self.model.parameters() if not parameter.is_meta)
@@ -206,7 +210,8 @@ class StreamedModel:
             self.layers[index] = _StandIn(layer, on_call(index))
         try:
             return self.model(tokens.to(self.device), use_cache=False)
-        except _Stop:
+        except _Stop as stop:
+            clear_frames(stop.__traceback__)  # they hold activations, in cycles that are collected much later
             return None
         finally:
             for index, layer in enumerate(originals):
@@ -265,6 +270,13 @@ class StreamedPass:
         output = self.owner._forward(self.tokens[sample : sample + 1], passthrough)
         logits: torch.Tensor = output.logits[0].float()
         return logits.cpu()
+
+
+def _trim_heap() -> None:
+    """Give freed memory back to the system, where the C library can (glibc): its heap would grow layer by layer,
+    fragmented by tensors of many sizes, although nothing is held."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _to_meta(parameter: torch.Tensor) -> nn.Parameter:
