@@ -116,7 +116,7 @@ def test_the_fingerprint_depends_on_tokens_and_on_shape() -> None:
 
 
 def test_rows_are_joined_with_eos_and_packed_without_padding(tmp_path: Path) -> None:
-    """Documents shorter and longer than a sequence alike fill sequences; no token is a pad (replay 35 and 37)."""
+    """Documents shorter and longer than a sequence alike fill sequences; no token is a pad."""
     path = write_rows(tmp_path / "a.jsonl", [{"text": words(n, 5 * n)} for n in (3, 30, 1, 14)])
     got = build_calibration(make_tokenizer(), dataset=path, nsamples=9, seqlen=8)
     stream = [*ids(3, 15), EOS, *ids(30, 150), EOS, *ids(1, 5), EOS, *ids(14, 70)]
@@ -191,7 +191,6 @@ def test_messages_are_rendered_with_the_chat_template_and_bos_is_not_doubled(tmp
 def test_the_bos_policy_decides_how_each_sequence_begins_and_is_noted(
     tmp_path: Path, adds_bos: bool, policy: str, begins: bool
 ) -> None:
-    """Replay 41."""
     path = tmp_path / "a.txt"
     path.write_text(words(40), encoding="utf-8")
     got = build_calibration(make_tokenizer(adds_bos=adds_bos), dataset=str(path), nsamples=3, seqlen=8, bos=policy)
@@ -220,7 +219,6 @@ def test_bos_always_without_a_bos_token_is_an_error_and_unknown_policies_are_lis
 def test_a_given_text_that_fills_less_than_half_of_the_sequences_asked_for_is_a_warning(
     tmp_path: Path, asked: int, warns: bool
 ) -> None:
-    """Replay 33."""
     path = tmp_path / "a.txt"
     path.write_text(words(100), encoding="utf-8")
     got = build_calibration(make_tokenizer(), dataset=str(path), nsamples=asked, seqlen=30)
@@ -250,7 +248,6 @@ def test_enough_tokens_bring_no_warning(tmp_path: Path) -> None:
 
 
 def test_a_text_shorter_than_one_sequence_is_an_error_with_counts(tmp_path: Path) -> None:
-    """Replay 35."""
     path = tmp_path / "short.txt"
     path.write_text(words(10), encoding="utf-8")
     expected = "too short for one sequence: 1 documents, 29 characters, 10 tokens found, 64 needed; pass --seqlen 10"
@@ -259,7 +256,6 @@ def test_a_text_shorter_than_one_sequence_is_an_error_with_counts(tmp_path: Path
 
 
 def test_seqlen_is_the_recipes_by_default_and_capped_by_the_model(tmp_path: Path) -> None:
-    """Replay 40."""
     path = tmp_path / "a.txt"
     path.write_text(words(5000), encoding="utf-8")
     got = build_calibration(make_tokenizer(), dataset=str(path), max_position=32768)
@@ -280,7 +276,6 @@ def refusal(dataset: str | Path, **options: Any) -> str:
 
 
 def test_a_missing_column_names_the_columns_found_and_the_flag(tmp_path: Path) -> None:
-    """Replay 39."""
     path = write_rows(tmp_path / "a.jsonl", [{"id": 1, "body": words(20)}])
     assert refusal(path) == "a.jsonl line 1 has no column 'text'; columns found: id, body; set --column to one of them"
     assert "has no column 'nope'" in refusal(path, column="nope")

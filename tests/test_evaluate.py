@@ -98,7 +98,6 @@ def test_more_windows_than_there_are_means_all_with_a_note() -> None:
     [(True, "auto", True), (False, "auto", False), (False, "always", True), (True, "never", False)],
 )
 def test_bos_stands_once_at_the_start_of_the_stream_and_in_the_name(adds_bos: bool, policy: str, begins: bool) -> None:
-    """Replay 41."""
     text = "abcdefghijklmnop"
     got = build_windows([text], make_tokenizer(adds_bos=adds_bos), source="x", window=8, bos=policy)
     stream = ([BOS] if begins else []) + plain_ids(text)

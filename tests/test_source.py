@@ -106,7 +106,7 @@ def test_every_dtype_reads_as_the_safetensors_library_reads_it(every_dtype: Path
     assert set(checkpoint.keys()) == set(expected) and len(expected) == 4 * len(DTYPES)
     for key, tensor in expected.items():
         assert same(checkpoint.read(key), tensor), key
-        assert checkpoint.shape(key) == tuple(tensor.shape)
+        assert checkpoint.tensors[key].shape == tuple(tensor.shape)
 
 
 def test_copied_bytes_are_the_tensors_bytes(every_dtype: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,9 +47,6 @@ class PackedCheckpoint:
     def is_packed(self, key: str) -> bool:
         return key.removesuffix(".weight") in self.sites
 
-    def shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self.read(key).shape) if self.is_packed(key) else self.checkpoint.shape(key)
-
     def read(self, key: str) -> torch.Tensor:
         """A float tensor; a site's weight is float32 [out, in], dequantized from its packed tensors."""
         return (

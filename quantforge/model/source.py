@@ -45,7 +45,6 @@ class TensorSource(Protocol):
     @property
     def config(self) -> dict[str, Any]: ...
     def keys(self) -> list[str]: ...
-    def shape(self, key: str) -> tuple[int, ...]: ...
     def read(self, key: str) -> torch.Tensor: ...
     def is_packed(self, key: str) -> bool: ...
 
@@ -68,9 +67,6 @@ class Checkpoint:
 
     def keys(self) -> list[str]:
         return list(self.tensors)
-
-    def shape(self, key: str) -> tuple[int, ...]:
-        return self.tensors[key].shape
 
     def is_packed(self, key: str) -> bool:
         return False
