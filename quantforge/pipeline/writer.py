@@ -97,7 +97,7 @@ def _entries(plan: Plan, workspace: Workspace, chosen: Format, facts: Checkpoint
         site = plan.sites[index]
         shape = (site.out_features, site.in_features)
         if shape not in layouts:
-            encoded = chosen.encode(site.name, workspace.weight(site.layer, site.name, site.in_features), facts)
+            encoded = _encode(index, plan, workspace, chosen, facts)
             layouts[shape] = [
                 (name[len(site.name) :], DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in encoded.items()
             ]
