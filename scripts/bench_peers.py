@@ -1,13 +1,13 @@
 """CPU seconds and peak memory of quantizing one model with this tool and with others, on the same calibration tokens.
 
-    python scripts/bench_peers.py measure MODEL --text FILE --work DIR [--nsamples 64] [--seqlen 512]
+    python scripts/bench_peers.py measure MODEL --text FILE --work DIR [--nsamples 64] [--seqlen 512] [--asym]
         [--peer llmcompressor=PYTHON] [--peer gptqmodel=PYTHON] [--peer autoround=PYTHON]
 
 PYTHON is the interpreter of an environment that has the peer (their requirements conflict, so one environment each).
-Everyone quantizes every linear layer of the decoder to 4 bits, group 64, symmetric, in float32 on the CPU with the same
-number of threads, from the same tokens. Figures are of whole processes, from the kernel's accounting (wait4), imports
-included. Outputs stay in DIR, to be scored with `scripts/standard_job.py --rows PATH`; those that exist are not made
-again.
+Everyone quantizes every linear layer of the decoder to 4 bits, group 64, symmetric (with --asym, asymmetric), in
+float32 on the CPU with the same number of threads, from the same tokens. Figures are of whole processes, from the
+kernel's accounting (wait4), imports included. Outputs stay in DIR, to be scored with `scripts/standard_job.py --rows
+PATH`; those that exist are not made again.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from pathlib import Path
 from typing import Any
 
 
-def run_llmcompressor(model: str, tokens: Any, output: str) -> None:
+def run_llmcompressor(model: str, tokens: Any, output: str, symmetric: bool) -> None:
     from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
 
     loaded, tokenizer = _loaded(model)
     rows = Dataset.from_dict({"input_ids": tokens.tolist(), "attention_mask": tokens.ne(-1).long().tolist()})
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "symmetric": True, "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights}
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64, "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights | {"symmetric": symmetric}}
     oneshot(
         model=loaded,
         dataset=rows,
@@ -42,25 +42,25 @@ def run_llmcompressor(model: str, tokens: Any, output: str) -> None:
     tokenizer.save_pretrained(output)
 
 
-def run_gptqmodel(model: str, tokens: Any, output: str) -> None:
+def run_gptqmodel(model: str, tokens: Any, output: str, symmetric: bool) -> None:
     import torch
     from gptqmodel import GPTQModel, QuantizeConfig
 
     rows = [{"input_ids": row.tolist(), "attention_mask": [1] * len(row)} for row in tokens]
-    config = QuantizeConfig(bits=4, group_size=64, sym=True)
+    config = QuantizeConfig(bits=4, group_size=64, sym=symmetric)
     loaded = GPTQModel.load(model, config, device="cpu", dtype=torch.float32)
     loaded.quantize(rows, batch_size=1)
     loaded.save(output)
 
 
-def run_autoround(model: str, tokens: Any, output: str) -> None:
+def run_autoround(model: str, tokens: Any, output: str, symmetric: bool) -> None:
     import torch
     from auto_round import AutoRound
 
     loaded, tokenizer = _loaded(model)
     rows = [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in tokens]
     rounding = AutoRound(
-        loaded, tokenizer, bits=4, group_size=64, sym=True, iters=0, nsamples=len(tokens), seqlen=tokens.shape[1],
+        loaded, tokenizer, bits=4, group_size=64, sym=symmetric, iters=0, nsamples=len(tokens), seqlen=tokens.shape[1],
         dataset=rows, batch_size=8, device_map="cpu", amp=False,
     )  # fmt: skip
     rounding.quantize_and_save(output, format="auto_gptq")
@@ -80,7 +80,7 @@ def run_peer(args: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    PEERS[args.peer](args.model, torch.tensor(json.loads(args.tokens.read_text())), args.output)
+    PEERS[args.peer](args.model, torch.tensor(json.loads(args.tokens.read_text())), args.output, not args.asym)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -93,17 +93,18 @@ def measure(args: argparse.Namespace) -> None:
         load_tokenizer(Path(args.model)), dataset=args.text, nsamples=args.nsamples, seqlen=args.seqlen, bos="never"
     )
     tokens.write_text(json.dumps(calibration.tokens.tolist()))
+    asym = ["--asym"] * args.asym
     ours = [
         *(sys.executable, "-m", "quantforge", "quantize", args.model, "--output", str(args.work / "quantforge")),
         *("--bits", "4", "--group-size", "64", "--dataset", args.text, "--nsamples", str(args.nsamples)),
-        *("--seqlen", str(args.seqlen), "--bos", "never"),
+        *("--seqlen", str(args.seqlen), "--bos", "never", *asym),
     ]
     commands = {"quantforge": ours}
     for peer in args.peer:
         name, _, python = peer.partition("=")
         commands[name] = [
             *(python, __file__, "run-peer", name, args.model, "--tokens", str(tokens)),
-            *("--output", str(args.work / name), "--threads", str(args.threads)),
+            *("--output", str(args.work / name), "--threads", str(args.threads), *asym),
         ]
     print("| tool | CPU s | peak RSS MB | wall s |\n|---|---|---|---|")
     for name, command in commands.items():
@@ -150,6 +151,7 @@ def main() -> None:
     outer.add_argument("--nsamples", type=int, default=64)
     outer.add_argument("--seqlen", type=int, default=512)
     outer.add_argument("--threads", type=int, default=2)
+    outer.add_argument("--asym", action="store_true")
     outer.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     outer.set_defaults(run=measure)
     inner = verbs.add_parser("run-peer")
@@ -158,6 +160,7 @@ def main() -> None:
     inner.add_argument("--tokens", type=Path, required=True)
     inner.add_argument("--output", required=True)
     inner.add_argument("--threads", type=int, required=True)
+    inner.add_argument("--asym", action="store_true")
     inner.set_defaults(run=run_peer)
     args = parser.parse_args()
     args.run(args)

@@ -196,12 +196,14 @@ def test_the_searched_grid_is_the_best_candidate_of_every_group_by_brute_force(s
             for shrink in SHRINKS:
                 low, high = part.min().reshape(1, 1) * shrink, part.max().reshape(1, 1) * shrink
                 scale, zero = grid_from_range(low, high, spec)
-                rebuilt = (choose_codes(part, scale, zero, spec).double() - zero.double()) * scale.double()
-                errors.append((float(((rebuilt - part) ** 2 * weights).sum()), float(scale), int(zero)))
+                for turned in (scale, -scale) if spec.symmetric and spec.bits <= 4 else (scale,):
+                    rebuilt = (choose_codes(part, turned, zero, spec).double() - zero.double()) * turned.double()
+                    errors.append((float(((rebuilt - part) ** 2 * weights).sum()), float(turned), int(zero)))
             own = (float(found[0][row, group]), int(found[1][row, group]))
             least = min(error for error, _, _ in errors)
             assert own in [(scale, zero) for error, scale, zero in errors if error <= least * (1 + 1e-12)]
             shrunk += own != errors[0][1:]
+    assert bool((found[0] < 0).any()) == (spec.symmetric and spec.bits <= 4)
     assert shrunk > 0 or spec.bits == 8  # a code of 255 is hardly an outlier
 
 

@@ -21,6 +21,9 @@ LARGEST_SCALE = {"float16": 65504.0, "bfloat16": 65280.0}
 SHRINKS = tuple(1 - step / 50 for step in range(31))
 """Range shrink factors tried by `searched_grid`, 1.0 to 0.4; on ties the earlier, wider one stays."""
 
+TURNED_BITS = 4
+"""Up to here symmetric grids are also tried with a negative scale: of 16 steps one more end is worth having."""
+
 SEARCH_ELEMENTS = 1 << 16
 """Weights searched at a time, so that the temporaries stay in cache."""
 
@@ -96,19 +99,24 @@ def searched_grid(weight: Tensor, spec: QuantSpec, importance: Tensor) -> tuple[
     """The grid of each group that rounds its weights with the least weighted squared error, of several narrower ranges.
 
     Candidates are the min-max range shrunk by each of SHRINKS; clipping a few outliers often buys everyone else a finer
-    step. The weighting by the inputs' mean square is that of AWQ's clipping search (arXiv 2306.00978).
+    step. The weighting by the inputs' mean square is that of AWQ's clipping search (arXiv 2306.00978). A symmetric grid
+    of few bits reaches one step further down than up, so the same ranges are tried with a negative scale too, which
+    turns the grid round; readers multiply by the scale, whatever its sign.
 
     Args:
         weight: [out, in], finite, float32 or float64.
         importance: [in], not negative; the inputs' mean squares.
     Returns:
-        scale [out, groups] in the stored dtype, zero uint8 [out, groups]; the min-max grid where nothing is better.
+        scale [out, groups] in the stored dtype, negative where that is better; zero uint8 [out, groups]. The min-max
+        grid where nothing is better.
     """
     out_features, in_features = weight.shape
     grouped = weight.detach().reshape(out_features, spec.groups(in_features), -1)  # [out, groups, group]
     importance = importance.to(weight.dtype).reshape(grouped.shape[1:])  # [groups, group]
     low, high = grouped.aminmax(dim=-1)
     candidates = [grid_from_range(low * shrink, high * shrink, spec) for shrink in SHRINKS]
+    if spec.symmetric and spec.bits <= TURNED_BITS:
+        candidates += [(-scale, zero) for scale, zero in candidates]
     best_scale, best_zero = (tensor.clone() for tensor in candidates[0])
     rows = max(1, SEARCH_ELEMENTS // in_features)
     for start in range(0, out_features, rows):
