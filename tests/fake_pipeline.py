@@ -44,7 +44,8 @@ def run_of(layers: int = 2, done: int = 0, **changes: Any) -> Iterator[events.Ev
 @dataclass
 class FakePlan:
     model_type: str = "llama"
-    spec: QuantSpec = field(default_factory=lambda: QuantSpec(4, 64))
+    label: str = "4 bits, group 64, symmetric"
+    specs: dict[str, QuantSpec] = field(default_factory=lambda: {site(n).name: QuantSpec(4, 64) for n in range(2)})
     method: str = "gptq"
     formats: tuple[str, ...] = ("compressed-tensors",)
     output: Path = Path("out")
