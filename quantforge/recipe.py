@@ -62,7 +62,8 @@ class Recipe(BaseModel):
 
     model: str = Field(min_length=1, description="a local directory or a hub id")
     output: str | None = Field(default=None, min_length=1, description="a directory that does not exist yet, or null")
-    method: str = Field(default="gptq", description="the name of a method")
+    method: str = Field(default="gptq", description="the name of a method, or several joined by +")
+    transforms: tuple[str, ...] = Field(default=(), description="a list of transforms to apply before the method")
     bits: int = Field(default=4, description=f"one of {', '.join(map(str, get_args(Bits)))}")
     group_size: int | Literal["auto"] = Field(
         default="auto", description="auto, a positive integer, or -1 for one scale per output channel"
@@ -105,7 +106,7 @@ class Recipe(BaseModel):
             raise ValueError(str(error)) from error
         return size
 
-    @field_validator("formats", "ignore", mode="before")
+    @field_validator("formats", "ignore", "transforms", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A YAML list, or one name alone, as a tuple."""
@@ -122,7 +123,8 @@ def default_output(recipe: Recipe, group_size: int | None) -> str:
     if model in (".", ".."):
         model = Path(recipe.model).resolve().name
     group = "pc" if group_size is None else f"g{group_size}"
-    return f"{model}-w{recipe.bits}{group}{'' if recipe.symmetric else '-asym'}-{recipe.method}"
+    method = "-".join([*recipe.transforms, *recipe.method.split("+")])
+    return f"{model}-w{recipe.bits}{group}{'' if recipe.symmetric else '-asym'}-{method}"
 
 
 # ------------------------------------------------------------------------------------------------ reading

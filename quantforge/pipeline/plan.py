@@ -10,14 +10,16 @@ from typing import Any
 
 from quantforge.errors import PlanError, UsageError
 from quantforge.formats import SiteShape, load_format
-from quantforge.methods import Method, OptionValue, load_method
+from quantforge.methods import Method, OptionValue
 from quantforge.model.packed import quantization_config
 from quantforge.model.shards import DTYPES
 from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
 from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.model.streamed import StreamedModel
+from quantforge.pipeline.method import choose_method, refuse_floating_inputs
 from quantforge.recipe import Recipe, default_output
 from quantforge.spec import QuantSpec, ScaleDtype
+from quantforge.transforms import Transform
 
 GROUP_SIZES = (128, 64, 32)
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -31,6 +33,7 @@ class Plan:
 
     Attributes:
         streamed: the model's skeleton over its checkpoint; no weights are loaded.
+        transforms: applied to each layer, in order, before its sites are solved.
         sites: the sites to quantize, all with `spec`.
         kept: parameter -> why it stays in floating point.
         notes: what was decided for the user and should be announced; `warnings` are those that deserve attention.
@@ -47,6 +50,13 @@ class Plan:
     kept: dict[str, str]
     kept_linears: tuple[str, ...]
     notes: tuple[str, ...]
+    transforms: tuple[Transform, ...] = ()
+    activation_bits: int | None = None
+
+    @property
+    def needs_gram(self) -> bool:
+        """Whether the inputs of the sites must be observed."""
+        return bool(self.transforms) or self.solver.wants_gram(self.options)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -54,7 +64,8 @@ class Plan:
 
     @property
     def method(self) -> str:
-        return self.solver.name
+        """``awq+gptq``: transforms, then the solver."""
+        return "+".join([*(transform.name for transform in self.transforms), self.solver.name])
 
     @property
     def model_type(self) -> str:
@@ -95,6 +106,7 @@ class Plan:
         return {
             "model_type": self.model_type,
             "method": self.method,
+            "transforms": [transform.name for transform in self.transforms],
             "options": self.options,
             "spec": self.spec.label(),
             "bits": self.spec.bits,
@@ -118,8 +130,8 @@ class Plan:
 
 def make_plan(recipe: Recipe) -> Plan:
     """Decide everything that can be decided without weights; raises PlanError with every problem found."""
-    solver = load_method(recipe.method)
-    options = solver.resolve(recipe.options)
+    chosen = choose_method(recipe)
+    refuse_floating_inputs(chosen, None)
     formats = tuple(load_format(name) for name in recipe.formats)
     if len(set(recipe.formats)) != len(recipe.formats):
         raise UsageError(f"a format is given twice: {', '.join(recipe.formats)}")
@@ -141,8 +153,8 @@ def make_plan(recipe: Recipe) -> Plan:
         problems.append(f"nothing to quantize: {len(layout.sites)} linear layers found, all of them ignored")
     if not problems:
         shapes = [SiteShape(s.name, s.out_features, s.in_features, s.kind) for s in sites]
-        for chosen in formats:
-            problems += [f"{chosen.name}: {problem}" for problem in chosen.problems(spec, shapes)]
+        for target in formats:
+            problems += [f"{target.name}: {problem}" for problem in target.problems(spec, shapes)]
     if problems:
         raise PlanError(problems)
     if device != "cpu":
@@ -163,8 +175,8 @@ def make_plan(recipe: Recipe) -> Plan:
         checkpoint=checkpoint,
         streamed=streamed,
         spec=spec,
-        solver=solver,
-        options=options,
+        solver=chosen.solver,
+        options=chosen.options,
         formats=recipe.formats,
         output=Path(recipe.output or default_output(recipe, group_size)),
         sites=tuple(sites),
@@ -173,6 +185,7 @@ def make_plan(recipe: Recipe) -> Plan:
             dict.fromkeys([*layout.kept_linears, *(name for site in ignored for name in (site.name, site.module))])
         ),
         notes=tuple(notes),
+        transforms=chosen.transforms,
     )
 
 

@@ -22,6 +22,7 @@ from quantforge.model.streamed import TOKENS_PER_BATCH, StreamedPass
 from quantforge.pipeline.calibrate import calibrate
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.solve import put_back, solve_sites
+from quantforge.pipeline.transform import LayerTransforms, Transformed
 from quantforge.pipeline.verify import verify_checkpoint
 from quantforge.pipeline.workspace import Workspace, discard, disk_errors, owned, sync_directory
 from quantforge.pipeline.writer import sync_tree, write_checkpoint, write_json
@@ -33,6 +34,7 @@ from quantforge.report import (
     LayerDone,
     LayerReport,
     LayerStarted,
+    LayerTransformed,
     OutputReport,
     RunFinished,
     RunReport,
@@ -105,11 +107,13 @@ def _quantize_layers(
     if done == plan.layers:
         return
     run: StreamedPass | None = None
+    transforms: LayerTransforms | None = None
     if calibration is None:
         plan.streamed.load_outer()  # only to find a missing or non-finite tensor before the work, not after
         plan.streamed.drop_outer()
     else:
         run = plan.streamed.begin(calibration.tokens)
+        transforms = LayerTransforms(plan, run) if plan.transforms else None
         plan.streamed.drop_outer()
         if done:
             run.hidden = workspace.hidden(done)
@@ -121,7 +125,11 @@ def _quantize_layers(
         modules = {site.module: plan.streamed.model.get_submodule(site.module) for site in sites.values()}
         weights: dict[str, QuantizedWeight] = {}
         reports: list[SiteReport] = []
-        for group in _stages(recipe, run, index, modules):
+        changed: Transformed | None = None
+        if transforms is not None and modules:
+            changed = transforms.apply(index, modules)
+            yield LayerTransformed(index, changed.reports)
+        for group in _stages(recipe, run, index, modules, changed):
             solved = solve_sites(plan, [sites[name] for name in group.names], modules, group)
             for site, weight, report in solved:
                 put_back(modules[site.module], weight)
@@ -133,14 +141,20 @@ def _quantize_layers(
             _require_finite(run.hidden, index)
         del layer
         plan.streamed.drop_layer(index)
-        layer_report = LayerReport(index, tuple(reports), tuple(_warnings(reports)))
+        remarks, folds = (changed.warnings, changed.reports) if changed is not None else ((), ())
+        layer_report = LayerReport(index, tuple(reports), (*remarks, *_warnings(reports)), folds)
         last = index + 1 == plan.layers
-        workspace.commit(index, weights, layer_report, None if run is None or last else run.hidden)
+        floats = changed.floats if changed is not None else {}
+        workspace.commit(index, weights, layer_report, None if run is None or last else run.hidden, floats)
         yield LayerDone(layer_report, time.monotonic() - started)
 
 
 def _stages(
-    recipe: Recipe, run: StreamedPass | None, index: int, modules: Mapping[str, nn.Module]
+    recipe: Recipe,
+    run: StreamedPass | None,
+    index: int,
+    modules: Mapping[str, nn.Module],
+    changed: Transformed | None,
 ) -> Iterator[InputGroup]:
     """Input groups with their statistics; by group, each is observed after the earlier ones were quantized."""
     if not modules:
@@ -148,6 +162,8 @@ def _stages(
     if run is None:
         for name in modules:
             yield unobserved(name)
+    elif recipe.sequential == "layer" and changed is not None:
+        yield from changed.groups
     elif recipe.sequential == "layer":
         yield from observe(run, index, modules)
     else:

@@ -1,6 +1,7 @@
 """Finished layers on disk, so that a run that dies can be carried on by giving the same command again.
 
-Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros),
+Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros, and under
+``float:<key>`` tensors that a transform changed),
 ``layer-00012.json`` (its report; its presence means that the layer is done), ``hidden-00013.safetensors`` (the input of
 the next layer). Each file is written under a temporary name, flushed to the disk and renamed; the report comes last.
 """
@@ -13,6 +14,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -28,6 +30,8 @@ from quantforge.spec import QuantSpec
 FINGERPRINT_FILE = "fingerprint.json"
 FIRST_FILES = {"lock", FINGERPRINT_FILE, f"{FINGERPRINT_FILE}.tmp"}
 """All that a run has written when it is killed before its first layer."""
+
+FLOAT = "float:"
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -91,16 +95,24 @@ class Workspace:
         return count
 
     def commit(
-        self, layer: int, weights: Mapping[str, QuantizedWeight], report: LayerReport, hidden: torch.Tensor | None
+        self,
+        layer: int,
+        weights: Mapping[str, QuantizedWeight],
+        report: LayerReport,
+        hidden: torch.Tensor | None,
+        floats: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Make one layer durable: tensors, then the next layer's input, then the report."""
-        tensors: dict[str, torch.Tensor] = {}
+        """Make one layer durable: tensors, then the next layer's input, then the report.
+
+        `floats` are tensors that are not quantized but differ from the source's, by checkpoint key.
+        """
+        tensors = {f"{FLOAT}{key}": tensor.contiguous() for key, tensor in floats.items()}
         for name, weight in weights.items():
             tensors[f"{name}.codes"] = pack_codes(weight.codes.cpu(), self.spec.bits, 1)
             tensors[f"{name}.scale"] = weight.scale.cpu().contiguous()
             if not self.spec.symmetric:
                 tensors[f"{name}.zero"] = weight.zero.cpu().contiguous()
-        write_atomically(self.path / f"layer-{layer:05d}.safetensors", save(tensors))
+        write_atomically(self._layer_file(layer), save(tensors))
         if hidden is not None:
             write_atomically(self._hidden_file(layer + 1), *_as_file(hidden))
         write_atomically(self.path / f"layer-{layer:05d}.json", json.dumps(report.to_json()).encode())
@@ -118,7 +130,7 @@ class Workspace:
 
     def weight(self, layer: int, name: str, in_features: int) -> QuantizedWeight:
         """One committed site."""
-        file = self.path / f"layer-{layer:05d}.safetensors"
+        file = self._layer_file(layer)
         try:
             with safe_open(file, "pt") as tensors:
                 codes = unpack_codes(tensors.get_tensor(f"{name}.codes"), self.spec.bits, 1, in_features)
@@ -131,6 +143,29 @@ class Workspace:
             return QuantizedWeight(self.spec, codes, scale, zero)
         except (SafetensorError, OSError, ValueError, QuantforgeError) as error:
             raise self._damaged(file, error) from error
+
+    def floats(self) -> dict[str, int]:
+        """Checkpoint keys whose tensors a transform changed, each with its layer."""
+        found: dict[str, int] = {}
+        for layer in range(self.done()):
+            file = self._layer_file(layer)
+            try:
+                with safe_open(file, "pt") as tensors:
+                    names = tensors.keys()
+            except (SafetensorError, OSError) as error:
+                raise self._damaged(file, error) from error
+            found |= {name.removeprefix(FLOAT): layer for name in names if name.startswith(FLOAT)}
+        return found
+
+    def float_tensor(self, layer: int, key: str) -> torch.Tensor:
+        """One of the tensors of `floats`, in its stored dtype."""
+        file = self._layer_file(layer)
+        try:
+            with safe_open(file, "pt") as tensors:
+                tensor: torch.Tensor = tensors.get_tensor(f"{FLOAT}{key}").clone()
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(file, error) from error
+        return tensor
 
     def hidden(self, layer: int) -> torch.Tensor:
         """The committed input of a layer, in freshly allocated (aligned) memory so that results do not change."""
@@ -153,6 +188,9 @@ class Workspace:
 
     def _damaged(self, file: Path, error: Exception) -> WorkspaceError:
         return WorkspaceError(f"{file} is missing or damaged ({error}); delete {self.path} to start again")
+
+    def _layer_file(self, layer: int) -> Path:
+        return self.path / f"layer-{layer:05d}.safetensors"
 
     def _hidden_file(self, layer: int) -> Path:
         return self.path / f"hidden-{layer:05d}.safetensors"
