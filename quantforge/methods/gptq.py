@@ -67,7 +67,7 @@ def solve(problem: WeightProblem) -> Solution:
     scale, zero = minmax_grid(weight, spec)
     nearest = QuantizedWeight(spec, choose_codes(weight, scale, zero, spec), scale, zero)
     if problem.options["grid"] == "search":
-        scale, zero = searched_grid(weight, spec, importance_of(gram, float(problem.options["damping"])))
+        scale, zero = searched_grid(weight, spec, importance_of(gram.diagonal(), float(problem.options["damping"])))
     rounding = solve_on_grid(weight, gram, scale, zero, spec, problem.options)
     factor = rounding.factor
     if rounding.codes is None:

@@ -22,7 +22,7 @@ def solve(problem: WeightProblem) -> Solution:
         return Solution(nearest_on_grid(weight, spec))
     if problem.gram is None:
         raise CalibrationError(f"{problem.name}: rtn with grid=search needs a gram; got None")
-    return Solution(nearest_on_grid(weight, spec, importance_of(problem.gram)))
+    return Solution(nearest_on_grid(weight, spec, importance_of(problem.gram.diagonal())))
 
 
 METHOD = Method(

@@ -127,15 +127,14 @@ def searched_grid(weight: Tensor, spec: QuantSpec, importance: Tensor) -> tuple[
     return best_scale, best_zero
 
 
-def importance_of(gram: Tensor, damping: float = 0.01) -> Tensor:
+def importance_of(mean_square: Tensor, damping: float = 0.01) -> Tensor:
     """Weights [in] for `searched_grid`: the inputs' mean squares, evened out a little so that none is worth nothing.
 
     Args:
-        gram: [in, in], mean outer product of the inputs.
+        mean_square: [in], the diagonal of the gram.
         damping: what is added, relative to the mean.
     """
-    diagonal = gram.diagonal()
-    return diagonal + damping * diagonal.mean()
+    return mean_square + damping * mean_square.mean()
 
 
 def choose_codes(weight: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Tensor:

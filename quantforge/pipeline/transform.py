@@ -227,11 +227,12 @@ class _Layer:
         return result
 
     def _rounded_error(self, pair: Pair, groups: Sequence[InputGroup]) -> float:
-        """Squared error of the layer's output, relative to its energy, with the pair's sites rounded to nearest."""
+        """How far the layer's output is off with the pair's sites rounded to nearest: squared, relative to each token's
+        energy (what follows normalizes every token), mean over tokens."""
         involved = {self.prefix + name for name in (pair.producer.module, *pair.consumers)} & self.modules.keys()
         rounded: dict[str, Tensor] = {}
         for group in groups:
-            importance = importance_of(group.gram) if self.searched and group.tokens else None
+            importance = importance_of(group.gram.diagonal()) if self.searched and group.tokens else None
             for name in involved & set(group.names):
                 weight = nearest_on_grid(weight_of(self.modules[name]), self.plan.spec, importance).dequantize()
                 stored_as = weight.t() if is_conv1d(self.modules[name]) else weight
@@ -239,7 +240,8 @@ class _Layer:
         inputs = sorted(involved) if self.plan.activation_bits is not None else []
         with replaced(self.layer, rounded), _rounded_inputs([self.modules[name] for name in inputs]):
             apart = (self._output() - self.reference).double()
-        return float(apart.square().sum() / self.reference.double().square().sum())
+        energy = self.reference.double().square().sum(dim=-1)
+        return float((apart.square().sum(dim=-1) / energy.clamp(min=torch.finfo(torch.float32).tiny)).mean())
 
 
 @contextmanager

@@ -6,6 +6,7 @@ move is found by `model.folds`, and whether one that was found helps the layer i
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,6 +59,11 @@ class FoldProblem:
     rows: Tensor | None = None
     searched: bool = False
     powers_of_two: bool = False
+
+    @cached_property
+    def energy(self) -> float:
+        """Mean square of the consumers' outputs, ``tr(W H W^T)`` over all of them."""
+        return sum(float(((one.weight @ one.gram) * one.weight).sum()) for one in self.consumers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +143,7 @@ def tidy_scale(scale: Tensor, powers_of_two: bool) -> Tensor:
     return 2.0 ** scale.log2().round() if powers_of_two else scale
 
 
-def rounding_error(problem: FoldProblem, scale: Tensor, *, searched: bool, max_rows: int | None = None) -> float:
+def rounding_error(problem: FoldProblem, scale: Tensor, max_rows: int | None = None) -> float:
     """Expected output error when the scaled weights are rounded to nearest, relative to the outputs' energy.
 
     Exactly ``tr(E H E^T) / tr(W H W^T)`` with ``E = W - Q(W s) / s``, H the gram of the inputs before scaling: what the
@@ -145,17 +151,16 @@ def rounding_error(problem: FoldProblem, scale: Tensor, *, searched: bool, max_r
 
     Args:
         scale: s, [in].
-        searched: round on searched grids.
         max_rows: of each consumer, look at this many rows only, evenly spread.
     """
-    error = energy = 0.0
+    error = 0.0
     for consumer in problem.consumers:
         weight = _spread(consumer.weight, max_rows)
-        importance = importance_of(consumer.gram / scale.square()) if searched else None
+        importance = importance_of(consumer.gram.diagonal() / scale.square()) if problem.searched else None
         rounded = nearest_on_grid(weight * scale, consumer.spec, importance).dequantize().to(weight.dtype) / scale
-        error += float(proxy_loss(weight, rounded, consumer.gram).sum())
-        energy += float(proxy_loss(weight, torch.zeros_like(weight), consumer.gram).sum())
-    return error / energy if energy else 0.0
+        weighed = consumer.weight.shape[0] / weight.shape[0]
+        error += weighed * float(proxy_loss(weight, rounded, consumer.gram).sum())
+    return error / problem.energy if problem.energy else 0.0
 
 
 def _spread(weight: Tensor, max_rows: int | None) -> Tensor:

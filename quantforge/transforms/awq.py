@@ -19,40 +19,36 @@ from quantforge.transforms import (
     tied_mean,
 )
 
-ALPHAS = tuple(step / 20 for step in range(1, 21))
-RANKED_ROWS = 512
-"""Candidates are compared on so many rows of each consumer; rows are rounded independently, so a sample ranks well."""
+Candidate = tuple[float, str, Tensor]
+"""Alpha, rule and scale."""
 
-FINALISTS = 3
-"""So many candidates, best on min-max grids, are tried on searched grids, which take 30 times as long."""
+ALPHAS = tuple(step / 20 for step in range(1, 21))
+RANKED_ROWS = 128
+"""All candidates are compared on so many rows of each consumer; rows are rounded independently, a sample ranks well."""
+
+FINALISTS = 4
+FINAL_ROWS = 512
 
 
 def solve(problem: FoldProblem) -> FoldSolution:
     """The best scale; `before` and `after` are exact over all rows."""
-    ones = torch.ones_like(problem.mean_abs)
     candidates = list(_candidates(problem))
-    ranking = sorted(
-        (rounding_error(problem, scale, searched=False, max_rows=RANKED_ROWS), place)
-        for place, (_, _, scale) in enumerate(candidates)
-    )
-    places = [place for _, place in ranking[: FINALISTS if problem.searched else 1]]
-    if problem.searched:
-        _, best = min(
-            (rounding_error(problem, candidates[place][2], searched=True, max_rows=RANKED_ROWS), place)
-            for place in places
-        )
-    else:
-        best = places[0]
-    alpha, rule, scale = candidates[best]
-    before = rounding_error(problem, ones, searched=problem.searched)
-    after = rounding_error(problem, scale, searched=problem.searched)
+    finalists = _best(problem, candidates, RANKED_ROWS)[:FINALISTS]
+    alpha, rule, scale = _best(problem, finalists, FINAL_ROWS)[0]
+    ones = torch.ones_like(problem.mean_abs)
+    before, after = rounding_error(problem, ones), rounding_error(problem, scale)
     if after < before:
         return FoldSolution(scale, alpha, rule, before, after)
     return FoldSolution(ones, 0.0, "none", before, before)
 
 
-def _candidates(problem: FoldProblem) -> Iterator[tuple[float, str, Tensor]]:
-    """(alpha, rule, scale)."""
+def _best(problem: FoldProblem, candidates: list[Candidate], max_rows: int) -> list[Candidate]:
+    """Candidates by their error, the least first."""
+    return sorted(candidates, key=lambda candidate: rounding_error(problem, candidate[2], max_rows))
+
+
+def _candidates(problem: FoldProblem) -> Iterator[Candidate]:
+    """All scales that are tried."""
     inputs = tied_mean(problem.mean_abs, problem.channels)
     weights = tied_mean(_relative_magnitude(problem), problem.channels)
     for alpha in ALPHAS:

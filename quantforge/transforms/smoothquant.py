@@ -42,7 +42,7 @@ def joint_error(problem: FoldProblem, scale: Tensor) -> float:
     rows = problem.rows.to(scale.dtype)
     rounded_rows = quantize_rows(rows / scale)
     for consumer in problem.consumers:
-        importance = importance_of(consumer.gram / scale.square()) if problem.searched else None
+        importance = importance_of(consumer.gram.diagonal() / scale.square()) if problem.searched else None
         rounded = nearest_on_grid(consumer.weight * scale, consumer.spec, importance).dequantize().to(scale.dtype)
         exact = rows @ consumer.weight.t()  # [rows, out]
         error += float((exact - rounded_rows @ rounded.t()).square().sum())
