@@ -63,7 +63,8 @@ class Recipe(BaseModel):
 
     model: str = Field(min_length=1, description="a local directory or a hub id")
     output: str | None = Field(default=None, min_length=1, description="a directory that does not exist yet, or null")
-    method: str = Field(default="gptq", description="the name of a method")
+    method: str = Field(default="gptq", description="the name of a method, or several joined by +")
+    transforms: tuple[str, ...] = Field(default=(), description="a list of transforms to apply before the method")
     bits: int = Field(default=4, description=BITS_HELP)
     group_size: int | Literal["auto"] = Field(
         default="auto", description="auto, a positive integer, or -1 for one scale per output channel"
@@ -104,7 +105,7 @@ class Recipe(BaseModel):
             raise ValueError(str(error)) from error
         return size
 
-    @field_validator("formats", "ignore", "rules", mode="before")
+    @field_validator("formats", "ignore", "rules", "transforms", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A YAML list, or one name or rule alone, as a tuple."""
@@ -126,7 +127,8 @@ def default_output(recipe: Recipe, group_size: int | None) -> str:
     group = "pc" if group_size is None else f"g{group_size}"
     grid = f"w{recipe.bits}{group}" if recipe.activation_bits is None else f"w{recipe.bits}a{recipe.activation_bits}"
     variants = ("" if recipe.symmetric else "-asym") + ("-mixed" if recipe.rules else "")
-    return f"{model}-{grid}{variants}-{recipe.method}"
+    method = "-".join([*recipe.transforms, *recipe.method.split("+")])
+    return f"{model}-{grid}{variants}-{method}"
 
 
 # ------------------------------------------------------------------------------------------------ reading

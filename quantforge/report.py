@@ -39,12 +39,41 @@ class SiteReport:
 
 
 @dataclass(frozen=True)
+class TransformReport:
+    """One pair of one layer, and what a transform made of it.
+
+    Attributes:
+        producer, consumers: module paths; the producer was divided, and everything that reads it multiplied.
+        alpha, rule: what the scale was made with; 0 for no scale.
+        error_before, error_after: expected output error of the consumers rounded to nearest, relative to their
+            outputs' energy, over all calibration tokens; None when no scale was searched.
+        output_before, output_after: measured squared error of the layer's output, relative to each token's energy, mean
+            over tokens, with the sites involved rounded to nearest; None when it did not come to that.
+        kept: whether the layer was changed. `reason` says why not.
+    """
+
+    transform: str
+    layer: int
+    producer: str
+    consumers: tuple[str, ...]
+    alpha: float = 0.0
+    rule: str = "none"
+    error_before: float | None = None
+    error_after: float | None = None
+    output_before: float | None = None
+    output_after: float | None = None
+    kept: bool = False
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
 class LayerReport:
-    """One decoder layer: its sites, and notes worth a user's eye."""
+    """One decoder layer: its sites, what transforms did, and notes worth a user's eye."""
 
     layer: int
     sites: tuple[SiteReport, ...]
     warnings: tuple[str, ...] = ()
+    transforms: tuple[TransformReport, ...] = ()
 
     @property
     def bits_per_weight(self) -> float:
@@ -66,6 +95,9 @@ class LayerReport:
             layer=data["layer"],
             sites=tuple(SiteReport(**site) for site in data["sites"]),
             warnings=tuple(data["warnings"]),
+            transforms=tuple(
+                TransformReport(**report | {"consumers": tuple(report["consumers"])}) for report in data["transforms"]
+            ),
         )
 
 
@@ -131,6 +163,14 @@ class LayerStarted:
 
 
 @dataclass(frozen=True)
+class LayerTransformed:
+    """Transforms are done with a layer; its sites are solved next."""
+
+    layer: int
+    reports: tuple[TransformReport, ...]
+
+
+@dataclass(frozen=True)
 class SiteDone:
     report: SiteReport
 
@@ -160,4 +200,14 @@ class RunFinished:
     report: RunReport
 
 
-Event = Sampling | RunStarted | LayerStarted | SiteDone | LayerDone | Assembling | Verifying | RunFinished
+Event = (
+    Sampling
+    | RunStarted
+    | LayerStarted
+    | LayerTransformed
+    | SiteDone
+    | LayerDone
+    | Assembling
+    | Verifying
+    | RunFinished
+)

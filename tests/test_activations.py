@@ -14,10 +14,11 @@ from test_pipeline import TOKENS, finish, recipe_for
 from torch import nn
 
 from quantforge.errors import PlanError, SourceError, UsageError
-from quantforge.model.activations import activation_spec, quantize_tokens, quantized_inputs, stored_activations
+from quantforge.model.activations import activation_spec, quantized_inputs, stored_activations
 from quantforge.model.packed import open_any
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import StreamedModel
+from quantforge.numerics.activations import quantize_tokens
 from quantforge.pipeline.describe import describe_checkpoint
 from quantforge.pipeline.plan import make_plan
 from quantforge.pipeline.score import evaluate_checkpoint

@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = {
     0: {"__init__", "errors", "spec", "patterns", "recipe", "registry", "report", "rules"},
     1: {"quantized", "numerics", "text", "documents"},
-    2: {"methods", "formats", "readers", "kernels"},
+    2: {"methods", "transforms", "formats", "readers", "kernels"},
     3: {"model", "calibration", "evaluate"},
     4: {"pipeline", "integrations"},
     5: {"cli", "__main__"},

@@ -162,7 +162,7 @@ def test_no_row_has_a_larger_proxy_loss_than_round_to_nearest(
 ) -> None:
     weight, gram = random_weight(), random_gram(tokens=tokens, spread=spread)
     solution = solve(weight, gram, spec, act_order=act_order)
-    baseline = loss_of(rtn.solve(problem(weight, None, spec)), weight, gram)
+    baseline = loss_of(rtn.solve(WeightProblem("site", weight, spec, None, 0, {"grid": "minmax"})), weight, gram)
     losses = loss_of(solution, weight, gram)
     assert solution.fallback is None
     assert bool((losses <= baseline * (1 + 1e-12)).all())
@@ -172,7 +172,7 @@ def test_no_row_has_a_larger_proxy_loss_than_round_to_nearest(
 def test_correcting_at_least_halves_the_loss_on_correlated_inputs() -> None:
     weight, gram = random_weight(64, 128), random_gram(128, tokens=1024, spread=1.0)
     spec = QuantSpec(4, 32)
-    baseline = loss_of(rtn.solve(problem(weight, None, spec)), weight, gram).sum()
+    baseline = loss_of(rtn.solve(WeightProblem("site", weight, spec, None, 0, {"grid": "minmax"})), weight, gram).sum()
     assert float(loss_of(solve(weight, gram, spec), weight, gram).sum()) < 0.5 * float(baseline)
 
 
@@ -197,7 +197,9 @@ def test_too_few_tokens_raise_the_damping_and_say_so() -> None:
     assert solution.fallback is None
     assert solution.damping_steps >= 1
     assert solution.damping == pytest.approx(1e-6 * 10 ** (solution.damping_steps - 1), rel=1e-9)
-    baseline = loss_of(rtn.solve(problem(weight, None, QuantSpec(4, 128))), weight, gram).sum()
+    baseline = loss_of(
+        rtn.solve(WeightProblem("site", weight, QuantSpec(4, 128), None, 0, {"grid": "minmax"})), weight, gram
+    ).sum()
     assert float(loss_of(solution, weight, gram).sum()) < float(baseline)
 
 

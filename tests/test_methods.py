@@ -44,7 +44,7 @@ def test_given_options_replace_defaults() -> None:
     ("name", "given", "message"),
     [
         ("gptq", {"dampening": 0.1}, "no option 'dampening'; its options are: act_order, grid, damping, block_size"),
-        ("rtn", {"damping": 0.1}, "method rtn has no option 'damping'; its options are: none"),
+        ("rtn", {"damping": 0.1}, "method rtn has no option 'damping'; its options are: grid"),
         ("gptq", {"damping": -0.1}, r"gptq\.damping must lie in \[0, 1\]; got -0\.1"),
         ("gptq", {"damping": 1.5}, r"gptq\.damping must lie in"),
         ("gptq", {"damping": float("nan")}, r"gptq\.damping must lie in \[0, 1\]; got nan"),

@@ -23,7 +23,7 @@ def quantize(
         Text,
         Option("--group-size", "--groupsize", "--group_size", help="Columns that share a scale, auto, or -1. [auto]"),
     ] = None,
-    method: Annotated[Text, Option(help="gptq, rtn, ... [gptq]")] = None,
+    method: Annotated[Text, Option(help="gptq, rtn, awq, awq+gptq, ... [gptq]")] = None,
     symmetric: Annotated[Switch, Option("--sym/--asym", help="Fixed zero, or one per group. [sym]")] = None,
     formats: Annotated[Many, Option("--format", metavar="NAMES", help="Comma separated. [compressed-tensors]")] = None,
     output: Annotated[Text, Option("--output", "-o", help="Directory to make. [MODEL-w4g64-gptq]")] = None,

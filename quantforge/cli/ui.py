@@ -5,7 +5,7 @@ On a terminal a progress bar stays at the bottom; elsewhere (a file, a pipe) the
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -176,6 +176,8 @@ class Ui:
         self._facts([("method", f"{report.method}, {report.spec_label}")])
         if ratios:
             self._facts([("loss", f"{sum(ratios) / len(ratios):.3f} x round to nearest (mean over layers)")])
+        if folds := [fold for layer in report.layers for fold in layer.transforms]:
+            self._facts([("folds", f"{_folded(folds)} pairs kept")])
         for output in report.outputs:
             size = _sizes(report.source_bytes, output.tensor_bytes, bits)
             verified = ", read back and verified" if output.format in self._verified else ""
@@ -272,6 +274,8 @@ class _RunView:
                 self._start(event)
             case events.LayerStarted(layer=layer):
                 self._update(f"layer {layer + 1}/{self._total}")
+            case events.LayerTransformed(layer=layer, reports=folds):
+                self._update(f"layer {layer + 1}/{self._total} folded {_folded(folds)} pairs")
             case events.SiteDone(report=site):
                 self._update(f"layer {site.layer + 1}/{self._total} {_leaf(site.name)}")
             case events.LayerDone():
@@ -339,6 +343,10 @@ def _document(resolved: ResolvedRecipe, plan: "Plan", report: events.RunReport |
         "plan": plan.to_json(),
         "report": None if report is None else report.to_json(),
     }
+
+
+def _folded(folds: Sequence[events.TransformReport]) -> str:
+    return f"{sum(fold.kept for fold in folds)} of {len(folds)}"
 
 
 def _sizes(before_bytes: int, after_bytes: int, bits_per_weight: float) -> str:

@@ -62,13 +62,21 @@ class Option:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to choose codes. `solve` is pure: same problem, same solution, no global random state."""
+    """A way to choose codes. `solve` is pure: same problem, same solution, no global random state.
+
+    `needs_gram` says whether it always needs statistics; option values in `needs_gram_with` ask for them too.
+    """
 
     name: str
     summary: str
     needs_gram: bool
     solve: Callable[[WeightProblem], Solution]
     options: Mapping[str, Option] = field(default_factory=dict)
+    needs_gram_with: Mapping[str, OptionValue] = field(default_factory=dict)
+
+    def wants_gram(self, options: Mapping[str, OptionValue]) -> bool:
+        """Whether statistics are needed with these options, defaults filled in."""
+        return self.needs_gram or any(options.get(key) == value for key, value in self.needs_gram_with.items())
 
     def resolve(self, given: Mapping[str, OptionValue]) -> dict[str, OptionValue]:
         """Fill in defaults; raises UsageError on an unknown option or a value out of range."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantforge.errors import CalibrationError, NumericsError
 from quantforge.methods import Method, Option, OptionValue, Solution, WeightProblem
-from quantforge.numerics.grid import choose_codes, minmax_grid, searched_grid
+from quantforge.numerics.grid import choose_codes, importance_of, minmax_grid, searched_grid
 from quantforge.numerics.metrics import all_finite
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
@@ -67,9 +67,7 @@ def solve(problem: WeightProblem) -> Solution:
     scale, zero = minmax_grid(weight, spec)
     nearest = QuantizedWeight(spec, choose_codes(weight, scale, zero, spec), scale, zero)
     if problem.options["grid"] == "search":
-        diagonal = gram.diagonal()
-        importance = diagonal + float(problem.options["damping"]) * diagonal.mean()
-        scale, zero = searched_grid(weight, spec, importance)
+        scale, zero = searched_grid(weight, spec, importance_of(gram.diagonal(), float(problem.options["damping"])))
     rounding = solve_on_grid(weight, gram, scale, zero, spec, problem.options)
     factor = rounding.factor
     if rounding.codes is None:

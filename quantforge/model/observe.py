@@ -9,6 +9,7 @@ from torch import nn
 
 from quantforge.errors import NumericsError
 from quantforge.model.streamed import StreamedPass
+from quantforge.numerics.channels import MagnitudeAccumulator, Magnitudes
 from quantforge.numerics.gram import GramAccumulator
 
 
@@ -24,18 +25,29 @@ class InputGroup:
         names: their module paths, in the order they are called.
         gram: mean outer product of the input rows, [in, in].
         tokens: input rows seen; 0, with an empty gram, for a site that was never called.
+        magnitudes: of the inputs, when they were asked for.
     """
 
     names: tuple[str, ...]
     gram: torch.Tensor
     tokens: int
+    magnitudes: Magnitudes | None = None
+
+    def divided(self, scale: torch.Tensor) -> "InputGroup":
+        """The same sites when their inputs are divided by `scale` [in]."""
+        if not self.tokens:
+            return self
+        magnitudes = self.magnitudes.divided(scale) if self.magnitudes is not None else None
+        return InputGroup(self.names, self.gram / (scale * scale.unsqueeze(1)), self.tokens, magnitudes)
 
 
 class _Watch:
     """Forward pre-hooks on the sites of one layer."""
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], rows_per_batch: int | None = None) -> None:
         self.modules = modules
+        self.rows_per_batch = rows_per_batch  # of the sample of inputs; None when no magnitudes are asked for
+        self.magnitudes: dict[str, MagnitudeAccumulator] = {}
         self.groups: dict[str, list[str]] = {}  # leader -> members, in the order they are first called
         self.grams: dict[str, GramAccumulator] = {}
         self._leader: dict[str, str] = {}
@@ -64,6 +76,8 @@ class _Watch:
         leader = self._leader[name]
         if leader == name:
             self.grams.setdefault(name, GramAccumulator(value.shape[-1], name)).add(value)
+            if self.rows_per_batch is not None:
+                self.magnitudes.setdefault(name, MagnitudeAccumulator(self.rows_per_batch)).add(value)
         elif leader not in same:
             raise NumericsError(
                 f"{name} shares its input with {leader} for some calibration tokens and not for others; "
@@ -75,16 +89,19 @@ class _Watch:
 
 
 @torch.no_grad()
-def observe(run: StreamedPass, index: int, modules: Mapping[str, nn.Module]) -> list[InputGroup]:
+def observe(
+    run: StreamedPass, index: int, modules: Mapping[str, nn.Module], rows_per_batch: int | None = None
+) -> list[InputGroup]:
     """Feed a layer's recorded inputs through it and gather statistics of the given sites' inputs.
 
     Args:
         run: the pass, its hidden states being the input of layer `index`, which must be loaded.
         modules: module path -> module, the sites to watch.
+        rows_per_batch: when given, magnitudes of the inputs are gathered too, and so many rows of each batch.
 
     A site that was never called comes back with 0 tokens. Raises NumericsError when a site saw non-finite inputs.
     """
-    watch = _Watch(modules)
+    watch = _Watch(modules, rows_per_batch)
     hooks = [watch.hook(name) for name in modules]
     layer = run.owner.layers[index]
     try:
@@ -98,7 +115,12 @@ def observe(run: StreamedPass, index: int, modules: Mapping[str, nn.Module]) -> 
         for handle in hooks:
             handle.remove()
     found = [
-        InputGroup(tuple(members), watch.grams[leader].mean(), watch.grams[leader].tokens)
+        InputGroup(
+            tuple(members),
+            watch.grams[leader].mean(),
+            watch.grams[leader].tokens,
+            watch.magnitudes[leader].result() if leader in watch.magnitudes else None,
+        )
         for leader, members in watch.groups.items()
     ]
     return found + [unobserved(name) for name in modules if all(name not in group.names for group in found)]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantforge.errors import NumericsError
 from quantforge.numerics.metrics import all_finite
-from quantforge.quantized import SCALE_DTYPES
+from quantforge.quantized import SCALE_DTYPES, QuantizedWeight
 from quantforge.spec import QuantSpec, ScaleDtype
 
 SMALLEST_SCALE = 2.0**-24
@@ -135,6 +135,16 @@ def searched_grid(weight: Tensor, spec: QuantSpec, importance: Tensor) -> tuple[
     return best_scale, best_zero
 
 
+def importance_of(mean_square: Tensor, damping: float = 0.01) -> Tensor:
+    """Weights [in] for `searched_grid`: the inputs' mean squares, evened out a little so that none is worth nothing.
+
+    Args:
+        mean_square: [in], the diagonal of the gram.
+        damping: what is added, relative to the mean.
+    """
+    return mean_square + damping * mean_square.mean()
+
+
 def choose_codes(weight: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Tensor:
     """The nearest code of every weight, uint8 [out, in]: ``clamp(round(w / scale) + zero)``, ties to even.
 
@@ -145,3 +155,9 @@ def choose_codes(weight: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -
     steps = (grouped / scale.to(weight.dtype).unsqueeze(-1)).round_()
     codes = steps.add_(zero.unsqueeze(-1)).clamp_(0, spec.code_max)
     return codes.to(torch.uint8).reshape(out_features, in_features)
+
+
+def nearest_on_grid(weight: Tensor, spec: QuantSpec, importance: Tensor | None = None) -> QuantizedWeight:
+    """Every weight rounded to the nearest code of the min-max grid, or with `importance` [in] of the searched one."""
+    scale, zero = minmax_grid(weight, spec) if importance is None else searched_grid(weight, spec, importance)
+    return QuantizedWeight(spec, choose_codes(weight, scale, zero, spec), scale, zero)

@@ -26,7 +26,7 @@ def calibrate(recipe: Recipe, plan: Plan) -> Generator[Event, None, CalibrationS
 
     Raises CalibrationError when the text does not do, QuantforgeError when tokenizer and weights do not fit.
     """
-    if not plan.solver.needs_gram:
+    if not plan.needs_gram:
         return None
     asked = recipe.calibration
     config: Any = plan.streamed.model.config

@@ -8,15 +8,17 @@ from typing import Any
 
 from quantforge.errors import PlanError, UsageError
 from quantforge.formats import SiteShape, load_format
-from quantforge.methods import Method, OptionValue, load_method
+from quantforge.methods import Method, OptionValue
 from quantforge.model.packed import quantization_config
 from quantforge.model.shards import DTYPES
 from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
 from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.grids import choose_grids, split_fused
+from quantforge.pipeline.method import choose_method, refuse_floating_inputs
 from quantforge.recipe import Recipe, default_output
 from quantforge.spec import ActivationSpec, QuantSpec, ScaleDtype, label_of
+from quantforge.transforms import Transform
 
 SHOWN_TENSORS = 20
 
@@ -30,6 +32,7 @@ class Plan:
         spec: the recipe's own grid.
         specs: the grid of each site, by its name.
         activations: the grid of the sites' inputs, None when they stay in floating point.
+        transforms: applied to each layer, in order, before its sites are solved.
         sites: the sites to quantize.
         kept: parameter -> why it stays in floating point.
         notes: what was decided for the user and should be announced; `warnings` are those that deserve attention.
@@ -48,6 +51,12 @@ class Plan:
     kept: dict[str, str]
     kept_linears: tuple[str, ...]
     notes: tuple[str, ...]
+    transforms: tuple[Transform, ...] = ()
+
+    @property
+    def needs_gram(self) -> bool:
+        """Whether the inputs of the sites must be observed."""
+        return bool(self.transforms) or self.solver.wants_gram(self.options)
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -55,7 +64,8 @@ class Plan:
 
     @property
     def method(self) -> str:
-        return self.solver.name
+        """``awq+gptq``: transforms, then the solver."""
+        return "+".join([*(transform.name for transform in self.transforms), self.solver.name])
 
     @property
     def model_type(self) -> str:
@@ -102,6 +112,7 @@ class Plan:
         return {
             "model_type": self.model_type,
             "method": self.method,
+            "transforms": [transform.name for transform in self.transforms],
             "options": self.options,
             "spec": self.label,
             "bits": self.spec.bits,
@@ -134,8 +145,8 @@ class Plan:
 
 def make_plan(recipe: Recipe) -> Plan:
     """Decide everything that can be decided without weights; raises PlanError with every problem found."""
-    solver = load_method(recipe.method)
-    options = solver.resolve(recipe.options)
+    chosen = choose_method(recipe)
+    refuse_floating_inputs(chosen, recipe.activation_bits)
     formats = tuple(load_format(name) for name in recipe.formats)
     if len(set(recipe.formats)) != len(recipe.formats):
         raise UsageError(f"a format is given twice: {', '.join(recipe.formats)}")
@@ -152,12 +163,12 @@ def make_plan(recipe: Recipe) -> Plan:
     grids = choose_grids(recipe, layout, _choose_scale_dtype(recipe, checkpoint), problems, notes)
     activations = None if recipe.activation_bits is None else ActivationSpec(recipe.activation_bits)
     if activations is not None:
-        unfit = [chosen.name for chosen in formats if not chosen.activations]
+        unfit = [target.name for target in formats if not target.activations]
         problems += [f"--format {name} cannot hold quantized activations; use compressed-tensors" for name in unfit]
     if not problems:
         shapes = [SiteShape(s.name, s.out_features, s.in_features, s.kind) for s in grids.sites]
-        for chosen in formats:
-            problems += [f"{chosen.name}: {problem}" for problem in chosen.problems(grids.specs, shapes)]
+        for target in formats:
+            problems += [f"{target.name}: {problem}" for problem in target.problems(grids.specs, shapes)]
     if problems:
         raise PlanError(problems)
     if device != "cpu":
@@ -187,8 +198,8 @@ def make_plan(recipe: Recipe) -> Plan:
         spec=grids.base,
         specs=grids.specs,
         activations=activations,
-        solver=solver,
-        options=options,
+        solver=chosen.solver,
+        options=chosen.options,
         formats=recipe.formats,
         output=Path(recipe.output or default_output(recipe, grids.base.group_size)),
         sites=grids.sites,
@@ -197,6 +208,7 @@ def make_plan(recipe: Recipe) -> Plan:
             dict.fromkeys([*layout.kept_linears, *(name for site in left for name in (site.name, site.module))])
         ),
         notes=tuple(notes),
+        transforms=chosen.transforms,
     )
 
 

@@ -23,6 +23,7 @@ from quantforge.model.streamed import TOKENS_PER_BATCH, StreamedPass
 from quantforge.pipeline.calibrate import calibrate
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.solve import put_back, solve_sites
+from quantforge.pipeline.transform import LayerTransforms, Transformed
 from quantforge.pipeline.verify import verify_checkpoint
 from quantforge.pipeline.workspace import Workspace, discard, disk_errors, owned, sync_directory
 from quantforge.pipeline.writer import sync_tree, write_checkpoint, write_json
@@ -34,6 +35,7 @@ from quantforge.report import (
     LayerDone,
     LayerReport,
     LayerStarted,
+    LayerTransformed,
     OutputReport,
     RunFinished,
     RunReport,
@@ -72,9 +74,7 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
         workspace.reports()  # a damaged one is found before more work is done, not after
         notes = calibration.notes if calibration is not None else ()
         yield RunStarted(plan.layers, done, notes)
-        inputs_of = [plan.streamed.model.get_submodule(site.module) for site in plan.sites]
-        with quantized_inputs(inputs_of, plan.activations):  # what is observed is what the sites will be given
-            yield from _quantize_layers(recipe, plan, workspace, calibration)
+        yield from _quantize_layers(recipe, plan, workspace, calibration)
         report = _report(plan, workspace, calibration)
         _refuse_if_strict(recipe, report.warnings)
         staged = workspace.fresh_output()
@@ -108,11 +108,13 @@ def _quantize_layers(
     if done == plan.layers:
         return
     run: StreamedPass | None = None
+    transforms: LayerTransforms | None = None
     if calibration is None:
         plan.streamed.load_outer()  # only to find a missing or non-finite tensor before the work, not after
         plan.streamed.drop_outer()
     else:
         run = plan.streamed.begin(calibration.tokens)
+        transforms = LayerTransforms(plan, run) if plan.transforms else None
         plan.streamed.drop_outer()
         if done:
             run.hidden = workspace.hidden(done)
@@ -124,26 +126,37 @@ def _quantize_layers(
         modules = {site.module: plan.streamed.model.get_submodule(site.module) for site in sites.values()}
         weights: dict[str, QuantizedWeight] = {}
         reports: list[SiteReport] = []
-        for group in _stages(recipe, run, index, modules):
-            solved = solve_sites(plan, [sites[name] for name in group.names], modules, group)
-            for site, weight, report in solved:
-                put_back(modules[site.module], weight)
-                weights[site.name] = weight
-                reports.append(report)
-                yield SiteDone(report)
-        if run is not None and index + 1 < plan.layers:
-            run.advance(index)
-            _require_finite(run.hidden, index)
+        changed: Transformed | None = None
+        if transforms is not None and modules:
+            changed = transforms.apply(index, modules)
+            yield LayerTransformed(index, changed.reports)
+        with quantized_inputs(modules.values(), plan.activations):  # what is observed is what the sites will be given
+            for group in _stages(recipe, run, index, modules, changed):
+                solved = solve_sites(plan, [sites[name] for name in group.names], modules, group)
+                for site, weight, report in solved:
+                    put_back(modules[site.module], weight)
+                    weights[site.name] = weight
+                    reports.append(report)
+                    yield SiteDone(report)
+            if run is not None and index + 1 < plan.layers:
+                run.advance(index)
+                _require_finite(run.hidden, index)
         del layer
         plan.streamed.drop_layer(index)
-        layer_report = LayerReport(index, tuple(reports), tuple(_warnings(reports)))
+        remarks, folds = (changed.warnings, changed.reports) if changed is not None else ((), ())
+        layer_report = LayerReport(index, tuple(reports), (*remarks, *_warnings(reports)), folds)
         last = index + 1 == plan.layers
-        workspace.commit(index, weights, layer_report, None if run is None or last else run.hidden)
+        floats = changed.floats if changed is not None else {}
+        workspace.commit(index, weights, layer_report, None if run is None or last else run.hidden, floats)
         yield LayerDone(layer_report, time.monotonic() - started)
 
 
 def _stages(
-    recipe: Recipe, run: StreamedPass | None, index: int, modules: Mapping[str, nn.Module]
+    recipe: Recipe,
+    run: StreamedPass | None,
+    index: int,
+    modules: Mapping[str, nn.Module],
+    changed: Transformed | None,
 ) -> Iterator[InputGroup]:
     """Input groups with their statistics; by group, each is observed after the earlier ones were quantized."""
     if not modules:
@@ -151,6 +164,8 @@ def _stages(
     if run is None:
         for name in modules:
             yield unobserved(name)
+    elif recipe.sequential == "layer" and changed is not None:
+        yield from changed.groups
     elif recipe.sequential == "layer":
         yield from observe(run, index, modules)
     else:

@@ -28,19 +28,19 @@ def solve_sites(
         apart = [[site for site in sites if plan.specs[site.name] == spec] for spec in specs]
         return [result for own in apart for result in solve_sites(plan, own, modules, group)]
     (spec,) = specs
-    weights = [_weight(modules[site.module]) for site in sites]
+    weights = [weight_of(modules[site.module]) for site in sites]
     if len(sites) > 1 and sum(weight.numel() for weight in weights) > STACK_LIMIT_ELEMENTS:
         return [result for site in sites for result in solve_sites(plan, [site], modules, group)]
     stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
     gram = group.gram if group.tokens else None
     name = " + ".join(site.name for site in sites)
-    rtn, nearest = load_method("rtn"), WeightProblem(name, stacked, spec, None, 0, {})
-    if gram is None and plan.solver.needs_gram:
+    rtn, nearest = load_method("rtn"), WeightProblem(name, stacked, spec, None, 0, {"grid": "minmax"})
+    if gram is None and plan.solver.wants_gram(plan.options):
         reason = f"{plan.method}: no calibration token reached it; rounded to nearest"
         solution = replace(rtn.solve(nearest), fallback=reason)
     else:
         solution = plan.solver.solve(WeightProblem(name, stacked, spec, gram, group.tokens, plan.options))
-    rounded = rtn.solve(nearest).quantized if gram is not None and plan.method != "rtn" else None
+    rounded = rtn.solve(nearest).quantized if gram is not None and not _is_nearest(plan) else None
     results = []
     start = 0
     for site, weight in zip(sites, weights, strict=True):
@@ -52,13 +52,18 @@ def solve_sites(
     return results
 
 
+def _is_nearest(plan: Plan) -> bool:
+    """True when what is solved is round to nearest on min-max grids, with which others are compared."""
+    return plan.solver.name == "rtn" and plan.options["grid"] == "minmax"
+
+
 def put_back(module: nn.Module, weight: QuantizedWeight) -> None:
     """Give a module the weights its codes stand for, so that what follows is calibrated on what will be served."""
     dequantized = weight.dequantize()
     module.weight.data.copy_(dequantized.t() if is_conv1d(module) else dequantized)  # type: ignore[operator]
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
+def weight_of(module: nn.Module) -> torch.Tensor:
     """The module's weight as [out, in]."""
     weight: torch.Tensor = module.weight.detach()  # type: ignore[operator]
     return weight.t().contiguous() if is_conv1d(module) else weight

@@ -59,8 +59,8 @@ def verify_checkpoint(directory: Path, plan: Plan, workspace: Workspace) -> int:
     """Compare every tensor of a written checkpoint; returns how many were compared.
 
     Raises VerifyError with every mismatch: a site whose codes or dequantized weights differ in a single bit, a copied
-    tensor that differs from the source, a tensor too many or too few, byte counts that do not add up, a config that
-    does not describe the grid.
+    tensor that differs from the source or from what a transform made of it, a tensor too many or too few, byte counts
+    that do not add up, a config that does not describe the grid.
     """
     files = _Files(directory)
     problems = files.problems
@@ -79,9 +79,13 @@ def verify_checkpoint(directory: Path, plan: Plan, workspace: Workspace) -> int:
             solved = workspace.weight(site.layer, site.name, site.in_features)
             problems += _check_site(files, reader, quantization, site.name, grouped[site.name], solved, plan)
     copied = [key for key in plan.checkpoint.tensors if key.removesuffix(".weight") not in expected]
+    changed = workspace.floats()
     for key in copied:
         if key not in files.where:
             problems.append(f"{key}: missing")
+        elif key in changed:
+            if not _same_bytes(files.tensor(key), workspace.float_tensor(changed[key], key)):
+                problems.append(f"{key}: differs from what the transform made of it")
         elif not _same_bytes(files.tensor(key), plan.checkpoint.read(key)):
             problems.append(f"{key}: differs from the source")
     problems += [f"{key}: nobody asked for it" for key in sorted(files.where.keys() - packed - set(copied))]

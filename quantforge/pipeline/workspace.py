@@ -1,7 +1,7 @@
 """Finished layers on disk, so that a run that dies can be carried on by giving the same command again.
 
-Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros; the grid of
-each site is in the metadata),
+Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros, and under
+``float:<key>`` tensors that a transform changed; the grid of each site is in the metadata),
 ``layer-00012.json`` (its report; its presence means that the layer is done), ``hidden-00013.safetensors`` (the input of
 the next layer). Each file is written under a temporary name, flushed to the disk and renamed; the report comes last.
 """
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -30,6 +31,8 @@ from quantforge.spec import QuantSpec
 FINGERPRINT_FILE = "fingerprint.json"
 FIRST_FILES = {"lock", FINGERPRINT_FILE, f"{FINGERPRINT_FILE}.tmp"}
 """All that a run has written when it is killed before its first layer."""
+
+FLOAT = "float:"
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -92,17 +95,25 @@ class Workspace:
         return count
 
     def commit(
-        self, layer: int, weights: Mapping[str, QuantizedWeight], report: LayerReport, hidden: torch.Tensor | None
+        self,
+        layer: int,
+        weights: Mapping[str, QuantizedWeight],
+        report: LayerReport,
+        hidden: torch.Tensor | None,
+        floats: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> None:
-        """Make one layer durable: tensors, then the next layer's input, then the report."""
-        tensors: dict[str, torch.Tensor] = {}
+        """Make one layer durable: tensors, then the next layer's input, then the report.
+
+        `floats` are tensors that are not quantized but differ from the source's, by checkpoint key.
+        """
+        tensors = {f"{FLOAT}{key}": tensor.contiguous() for key, tensor in floats.items()}
         for name, weight in weights.items():
             tensors[f"{name}.codes"] = pack_codes(weight.codes.cpu(), weight.spec.bits, 1)
             tensors[f"{name}.scale"] = weight.scale.cpu().contiguous()
             if not weight.spec.symmetric:
                 tensors[f"{name}.zero"] = weight.zero.cpu().contiguous()
         specs = {name: json.dumps(asdict(weight.spec), sort_keys=True) for name, weight in weights.items()}
-        write_atomically(self.path / f"layer-{layer:05d}.safetensors", save(tensors, specs))
+        write_atomically(self._layer_file(layer), save(tensors, specs))
         if hidden is not None:
             write_atomically(self._hidden_file(layer + 1), *_as_file(hidden))
         write_atomically(self.path / f"layer-{layer:05d}.json", json.dumps(report.to_json()).encode())
@@ -120,7 +131,7 @@ class Workspace:
 
     def weight(self, layer: int, name: str, in_features: int) -> QuantizedWeight:
         """One committed site."""
-        file = self.path / f"layer-{layer:05d}.safetensors"
+        file = self._layer_file(layer)
         try:
             with safe_open(file, "pt") as tensors:
                 spec = QuantSpec(**json.loads((tensors.metadata() or {})[name]))
@@ -134,6 +145,29 @@ class Workspace:
             return QuantizedWeight(spec, codes, scale, zero)
         except (SafetensorError, OSError, ValueError, KeyError, TypeError, QuantforgeError) as error:
             raise self._damaged(file, error) from error
+
+    def floats(self) -> dict[str, int]:
+        """Checkpoint keys whose tensors a transform changed, each with its layer."""
+        found: dict[str, int] = {}
+        for layer in range(self.done()):
+            file = self._layer_file(layer)
+            try:
+                with safe_open(file, "pt") as tensors:
+                    names = tensors.keys()
+            except (SafetensorError, OSError) as error:
+                raise self._damaged(file, error) from error
+            found |= {name.removeprefix(FLOAT): layer for name in names if name.startswith(FLOAT)}
+        return found
+
+    def float_tensor(self, layer: int, key: str) -> torch.Tensor:
+        """One of the tensors of `floats`, in its stored dtype."""
+        file = self._layer_file(layer)
+        try:
+            with safe_open(file, "pt") as tensors:
+                tensor: torch.Tensor = tensors.get_tensor(f"{FLOAT}{key}").clone()
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(file, error) from error
+        return tensor
 
     def hidden(self, layer: int) -> torch.Tensor:
         """The committed input of a layer, in freshly allocated (aligned) memory so that results do not change."""
@@ -156,6 +190,9 @@ class Workspace:
 
     def _damaged(self, file: Path, error: Exception) -> WorkspaceError:
         return WorkspaceError(f"{file} is missing or damaged ({error}); delete {self.path} to start again")
+
+    def _layer_file(self, layer: int) -> Path:
+        return self.path / f"layer-{layer:05d}.safetensors"
 
     def _hidden_file(self, layer: int) -> Path:
         return self.path / f"hidden-{layer:05d}.safetensors"

@@ -30,12 +30,17 @@ SIDE_DIRECTORIES = ("additional_chat_templates",)
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor to write: `site` is the index into the plan's sites that produces it, None for a copy of `key`."""
+    """A tensor to write.
+
+    `site` is the index into the plan's sites that produces it, `layer` the one whose transform changed it; with neither
+    it is a copy of `key`.
+    """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     site: int | None
+    layer: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -88,12 +93,13 @@ def _entries(plan: Plan, workspace: Workspace, chosen: Format, facts: Checkpoint
     """Every output tensor, in the source's order; one site of each shape and grid is encoded to learn its tensors."""
     by_key = {f"{site.name}.weight": index for index, site in enumerate(plan.sites)}
     layouts: dict[tuple[int, int, QuantSpec], list[tuple[str, str, tuple[int, ...]]]] = {}
+    changed = workspace.floats()
     entries: list[_Entry] = []
     seen: set[str] = set()
     for key, info in plan.checkpoint.tensors.items():
         index = by_key.get(key)
         if index is None:
-            entries.append(_Entry(key, info.dtype, info.shape, None))
+            entries.append(_Entry(key, info.dtype, info.shape, None, changed.get(key)))
             continue
         site = plan.sites[index]
         shape = (site.out_features, site.in_features, plan.specs[site.name])
@@ -148,7 +154,9 @@ def _write_shard(
         handle.write(struct.pack("<Q", len(raw)) + raw)
         encoded: dict[str, torch.Tensor] = {}
         for entry in shard:
-            if entry.site is None:
+            if entry.layer is not None:
+                _write_tensor(handle, entry, workspace.float_tensor(entry.layer, entry.key))
+            elif entry.site is None:
                 plan.checkpoint.copy_bytes(entry.key, handle)
             else:
                 if entry.key not in encoded:

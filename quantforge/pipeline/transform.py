@@ -1,0 +1,245 @@
+"""Transforms on one loaded layer: find and prove pairs, search a scale for each, keep what helps the layer's output."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from quantforge.errors import NumericsError
+from quantforge.model.activations import quantized_inputs
+from quantforge.model.folds import Fold, Pair, fold, prove, replaced
+from quantforge.model.observe import InputGroup, observe
+from quantforge.model.pairs import find_pairs
+from quantforge.model.shards import DTYPES
+from quantforge.model.skeleton import is_conv1d
+from quantforge.model.streamed import StreamedPass
+from quantforge.numerics.grid import importance_of, nearest_on_grid
+from quantforge.pipeline.plan import Plan
+from quantforge.pipeline.solve import weight_of
+from quantforge.report import TransformReport
+from quantforge.transforms import Consumer, FoldProblem, Transform
+
+PROBE_SEQUENCES = 2
+PROBE_TOKENS = 32
+"""Pairs are found and proven on this many of the calibration tokens."""
+
+SAMPLED_ROWS = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Transformed:
+    """What transforms did to one layer, whose parameters are changed already.
+
+    Attributes:
+        groups: the layer's input groups, their statistics those of the changed layer.
+        floats: changed tensors that stay in floating point, by checkpoint key, in their stored dtype.
+    """
+
+    reports: tuple[TransformReport, ...]
+    groups: list[InputGroup]
+    floats: dict[str, Tensor]
+    warnings: tuple[str, ...]
+
+
+class LayerTransforms:
+    """Applies a plan's transforms to one layer after another, and remembers which pairs each kind of layer has."""
+
+    def __init__(self, plan: Plan, run: StreamedPass) -> None:
+        """The outer weights must be loaded: the probe's tokens go through them."""
+        self.plan = plan
+        self.run = run
+        self._probe = plan.streamed.begin(run.tokens[:PROBE_SEQUENCES, :PROBE_TOKENS])
+        self._known: dict[object, list[Pair]] = {}
+
+    @torch.no_grad()
+    def apply(self, index: int, modules: Mapping[str, nn.Module]) -> Transformed:
+        """Change the loaded layer `index`; `modules` are its sites by module path.
+
+        A fold is kept when the layer's output, the sites involved rounded to nearest, comes closer to what the layer
+        gave before; measured on the first batch of calibration tokens.
+        """
+        layer = self.run.owner.layers[index]
+        samples = any(transform.needs_rows for transform in self.plan.transforms)
+        rows_per_batch = math.ceil(SAMPLED_ROWS / len(self.run.calls[index])) if samples else 0
+        work = _Layer(self.plan, self.run, index, modules, observe(self.run, index, modules, rows_per_batch))
+        pairs = self._pairs(index, layer)
+        for transform in self.plan.transforms:
+            for pair, broken in pairs:
+                work.reports.append(work.decline(transform, pair, broken) if broken else work.attempt(transform, pair))
+        warnings = [
+            f"layer {index}: {pair.producer.module} cannot be folded here: {broken}" for pair, broken in pairs if broken
+        ]
+        if not pairs:
+            warnings.append(f"layer {index}: nothing in it can be folded")
+        return Transformed(tuple(work.reports), work.groups, work.floats(), tuple(warnings))
+
+    def _pairs(self, index: int, layer: nn.Module) -> list[tuple[Pair, str | None]]:
+        """The layer's pairs, each with what disproves it, if anything: structure is remembered, proof is not."""
+        call = self._probe.calls[index][0]
+        sequences, length = self._probe.tokens.shape
+        hidden = self.run.hidden[:sequences, :length].clone().to(self.run.owner.device)
+        kind = tuple((name, type(module)) for name, module in layer.named_modules()) + tuple(
+            (name, parameter.shape) for name, parameter in layer.named_parameters()
+        )
+        if kind not in self._known:
+            self._known[kind] = find_pairs(layer, call, hidden)
+            return [(pair, None) for pair in self._known[kind]]
+        return [(pair, prove(layer, call, hidden, pair)) for pair in self._known[kind]]
+
+
+class _Layer:
+    """One layer while it is transformed."""
+
+    def __init__(
+        self, plan: Plan, run: StreamedPass, index: int, modules: Mapping[str, nn.Module], groups: list[InputGroup]
+    ) -> None:
+        self.plan = plan
+        self.modules = modules
+        self.groups = groups
+        self.reports: list[TransformReport] = []
+        self.index = index
+        self.layer = run.owner.layers[index]
+        self.prefix = f"{plan.streamed.layout.stack}.{index}."
+        self.specs = {site.module: plan.specs[site.name] for site in plan.sites if site.layer == index}
+        self.searched = plan.options.get("grid") == "search"
+        self.call, self.hidden = next(run.batches(index))
+        self.reference = self._output()
+        self.stored: dict[str, torch.dtype] = {}  # of every parameter changed so far that stays in floating point
+
+    def attempt(self, transform: Transform, pair: Pair) -> TransformReport:
+        """Search a scale and fold it if that helps; the report says what came of it."""
+        if (problem := self._problem(pair)) is None:
+            return self.decline(transform, pair, "no site to be quantized reads it, or no token reaches them")
+        stored, obstacle = self._stored(pair)
+        if obstacle is not None:
+            return self.decline(transform, pair, obstacle)
+        exact_otherwise = pair.producer.name if self._is_vector(pair) else None
+        coarse = any(dtype.itemsize < 4 for name, dtype in stored.items() if name != exact_otherwise)
+        if coarse and not pair.exact_gain:
+            return self.decline(transform, pair, "its gain is 1 + weight, and what it changes is stored in 16 bits")
+        solution = transform.solve(replace(problem, powers_of_two=coarse))
+        report = replace(
+            self.decline(transform, pair, "no scale lowers the expected error"),
+            alpha=solution.alpha,
+            rule=solution.rule,
+            error_before=solution.before,
+            error_after=solution.after,
+        )
+        if solution.after >= solution.before:
+            return report
+        folded = fold(self.layer, pair, solution.scale, stored)
+        before = self._rounded_error(pair, self.groups)
+        with replaced(self.layer, folded.tensors):
+            after = self._rounded_error(pair, self._divided(pair, folded))
+        report = replace(report, output_before=before, output_after=after)
+        if not after < before:
+            return replace(report, reason="the layer's output would not come closer")
+        for name, tensor in folded.tensors.items():
+            self.layer.get_parameter(name).data.copy_(tensor)
+        self.groups = self._divided(pair, folded)
+        self.stored |= stored
+        return replace(report, kept=True, reason=None)
+
+    def decline(self, transform: Transform, pair: Pair, reason: str) -> TransformReport:
+        return TransformReport(
+            transform=transform.name,
+            layer=self.index,
+            producer=self.prefix + pair.producer.module,
+            consumers=tuple(self.prefix + name for name in pair.consumers),
+            reason=reason,
+        )
+
+    def floats(self) -> dict[str, Tensor]:
+        """Changed tensors that stay in floating point, by checkpoint key."""
+        keys = self.plan.streamed.keys.plain
+        return {
+            keys[self.prefix + name]: self.layer.get_parameter(name).data.to(dtype).cpu()
+            for name, dtype in self.stored.items()
+        }
+
+    # -------------------------------------------------------------------------------------------- parts
+
+    def _is_vector(self, pair: Pair) -> bool:
+        return self.layer.get_parameter(pair.producer.name).ndim == 1
+
+    def _is_site(self, name: str) -> bool:
+        module, _, leaf = (self.prefix + name).rpartition(".")
+        return leaf == "weight" and module in self.modules
+
+    def _stored(self, pair: Pair) -> tuple[dict[str, torch.dtype], str | None]:
+        """The stored dtype of what stays in floating point, and what forbids changing it, if anything."""
+        keys = self.plan.streamed.keys.plain
+        stored: dict[str, torch.dtype] = {}
+        for name in pair.names:
+            if self._is_site(name):
+                continue
+            key = keys.get(self.prefix + name)
+            if key is None or key not in self.plan.checkpoint.tensors:
+                return {}, f"{name} also reads it and is stored in another layout"
+            if sum(other == key for other in keys.values()) > 1:
+                return {}, f"{key} is shared with another part of the model"
+            stored[name] = DTYPES[self.plan.checkpoint.tensors[key].dtype]
+        return stored, None
+
+    def _of(self, pair: Pair) -> list[int]:
+        """Which input groups hold the pair's sites."""
+        consumers = {self.prefix + name for name in pair.consumers}
+        return [place for place, group in enumerate(self.groups) if consumers >= set(group.names)]
+
+    def _divided(self, pair: Pair, folded: Fold) -> list[InputGroup]:
+        places = self._of(pair)
+        return [group.divided(folded.scale) if place in places else group for place, group in enumerate(self.groups)]
+
+    def _problem(self, pair: Pair) -> FoldProblem | None:
+        groups = [self.groups[place] for place in self._of(pair) if self.groups[place].tokens]
+        if not groups:
+            return None
+        most = max(groups, key=lambda group: group.tokens).magnitudes
+        assert most is not None
+        alike = [
+            (group, spec, [name for name in group.names if self.specs[name] == spec])
+            for group in groups
+            for spec in dict.fromkeys(self.specs[name] for name in group.names)
+        ]
+        consumers = tuple(
+            Consumer(" + ".join(names), torch.cat([weight_of(self.modules[name]) for name in names]), spec, group.gram)
+            for group, spec, names in alike
+        )
+        return FoldProblem(
+            name=f"{self.prefix}{pair.producer.module} -> {', '.join(pair.consumers)}",
+            consumers=consumers,
+            channels=pair.channels.to(most.mean_abs.device),
+            mean_abs=most.mean_abs,
+            abs_max=most.abs_max,
+            rows=most.rows if len(most.rows) else None,
+            searched=self.searched,
+            activations=self.plan.activations,
+        )
+
+    # -------------------------------------------------------------------------------------------- measuring
+
+    def _output(self) -> Tensor:
+        output = self.call.run(self.layer, self.hidden.clone())
+        result: Tensor = output[0] if isinstance(output, tuple | list) else output
+        if not bool(torch.isfinite(result).all()):
+            raise NumericsError(f"layer {self.index}: the output is not finite")
+        return result
+
+    def _rounded_error(self, pair: Pair, groups: Sequence[InputGroup]) -> float:
+        """How far the layer's output is off with the pair's sites rounded to nearest: squared, relative to each token's
+        energy (what follows normalizes every token), mean over tokens."""
+        involved = {self.prefix + name for name in (pair.producer.module, *pair.consumers)} & self.modules.keys()
+        rounded: dict[str, Tensor] = {}
+        for group in groups:
+            importance = importance_of(group.gram.diagonal()) if self.searched and group.tokens else None
+            for name in involved & set(group.names):
+                weight = nearest_on_grid(weight_of(self.modules[name]), self.specs[name], importance).dequantize()
+                stored_as = weight.t() if is_conv1d(self.modules[name]) else weight
+                rounded[f"{name.removeprefix(self.prefix)}.weight"] = stored_as.contiguous()
+        modules = [self.modules[name] for name in sorted(involved)]
+        with replaced(self.layer, rounded), quantized_inputs(modules, self.plan.activations):
+            apart = (self._output() - self.reference).double()
+        energy = self.reference.double().square().sum(dim=-1)
+        return float((apart.square().sum(dim=-1) / energy.clamp(min=torch.finfo(torch.float32).tiny)).mean())
