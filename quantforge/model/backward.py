@@ -1,12 +1,12 @@
 """Gradients of every site's output, with one decoder layer in memory at a time.
 
-The loss is the model's own: labels are drawn from what the model predicts, and the summed negative log likelihood of those
-labels is differentiated. The mean outer product of such gradients is the true Fisher information (Kunstner et al., arXiv
-1905.12558), that is the curvature of KL(model || changed model), and not the empirical one that the text's labels give.
+The loss is the model's own: labels are drawn from what the model predicts, and the summed negative log likelihood of
+those labels is differentiated. The mean outer product of such gradients is the true Fisher information (arXiv 1905.12558),
+that is the curvature of KL(model || changed model), and not the empirical one that the text's labels give.
 
-Forward, the input of each layer is kept (in memory, or in mapped files); backward, each layer is loaded again, its forward
-is repeated on the kept input with the layer's own recorded arguments, and the gradient of its output is pulled through.
-Weights get no gradients. Of the activations, those of one batch in one layer are alive at a time.
+Forward, the input of each layer is kept (in memory, or in mapped files); backward, each layer is loaded again, its
+forward is repeated on the kept input with the layer's own recorded arguments, and the gradient of its output is pulled
+through. Weights get no gradients. Of the activations, those of one batch in one layer are alive at a time.
 """
 
 from collections.abc import Callable, Collection
@@ -25,17 +25,17 @@ from quantforge.numerics.metrics import all_finite
 class SiteGradient:
     """What one call of a site saw, forward and backward; rows are tokens, sequence after sequence.
 
-    A sum over rows is a sum over calibration tokens. For a site that reads every token (all but routed experts) the rows
-    are those of sequences `first_sample` and following, each as long as the calibration sequences.
+    A sum over rows is a sum over calibration tokens. For a site that reads every token (all but routed experts) the
+    rows are those of sequences `first_sample` and following, each as long as the calibration sequences.
 
     Attributes:
         module: the site's module path.
         layer: its decoder layer.
         first_sample: the first sequence of the batch.
         inputs: float32 [rows, in]; sites that read one tensor get the same memory.
-        gradient: float32 [rows, out]: derivative of the summed negative log likelihood of labels drawn from the model by
-            the site's output (before anything is added to it but the bias). Row t is g_t; ``g_t g_t^T`` averages to the
-            Fisher information of the outputs, and ``gradient.square().sum(1)`` are weights for a gram of the inputs.
+        gradient: float32 [rows, out]: derivative of the summed negative log likelihood of labels drawn from the model
+            by the site's output (before anything is added to it but the bias). Row t is g_t; ``g_t g_t^T`` averages
+            to the Fisher information of the outputs, and ``gradient.square().sum(1)`` are weights for a gram.
     """
 
     module: str
@@ -46,12 +46,12 @@ class SiteGradient:
 
 
 OnSite = Callable[[SiteGradient], None]
-"""Called once a site and batch, in the order of the backward pass, without gradient recording. It may not change what it
-is given, and should keep sums and not the tensors themselves."""
+"""Called once a site and batch, in the order of the backward pass, without gradient recording. It may not change what
+it is given, and should keep sums and not the tensors themselves."""
 
 BeforeLayer = Callable[[StreamedPass, int], None]
-"""Called once a layer, last to first, when it is loaded and before its gradients: ``run.hidden`` is the layer's input, so
-that `observe` and the like can be used. It may not change the hidden states or the weights."""
+"""Called once a layer, last to first, when it is loaded and before its gradients: ``run.hidden`` is the layer's input,
+so that `observe` and the like can be used. It may not change the hidden states or the weights."""
 
 
 def backward(
@@ -71,8 +71,8 @@ def backward(
         on_site: receives each site's inputs and gradients. A site that no token reaches is never reported.
         generator: draws the labels, on the CPU; the global random state is not touched.
         modules: module paths of the sites of interest.
-        directory: where the layers' inputs (samples * length * hidden * 4 bytes a layer) go as files that are mapped and
-            removed as the pass proceeds; None keeps them in memory.
+        directory: where the layers' inputs (samples * length * hidden * 4 bytes a layer) go as files that are mapped
+            and removed as the pass proceeds; None keeps them in memory.
         progress: called with (steps done, steps in all), a step being a layer forward, a layer backward or the head.
 
     Raises:
@@ -127,7 +127,7 @@ def _layer_backward(
             inputs = value.detach().reshape(-1, value.shape[-1])  # [rows, in]
             if output.requires_grad and len(inputs):
                 # on the tensor, not after the pass: what is written into the output later does not change its gradient
-                output.register_hook(
+                output.register_hook(  # type: ignore[no-untyped-call]
                     lambda g: on_site(SiteGradient(name, index, first_sample, inputs, g.reshape(-1, g.shape[-1])))
                 )
 
@@ -149,7 +149,7 @@ def _layer_backward(
 
 
 def _head_gradient(run: StreamedPass, generator: torch.Generator) -> torch.Tensor:
-    """Derivative of the negative log likelihood of drawn labels by the last layer's output, [samples, length, hidden]."""
+    """[samples, length, hidden]: derivative of the negative log likelihood of drawn labels by the last layer's output."""
     gradient = torch.empty_like(run.hidden)
     for sample in range(len(run.tokens)):
         with torch.enable_grad():
