@@ -1,8 +1,8 @@
 """Gradients of every site's output, with one decoder layer in memory at a time.
 
 The loss is the model's own: labels are drawn from what the model predicts, and the summed negative log likelihood of
-those labels is differentiated. The mean outer product of such gradients is the true Fisher information (arXiv 1905.12558),
-that is the curvature of KL(model || changed model), and not the empirical one that the text's labels give.
+those labels is differentiated. The mean outer product of such gradients is the true Fisher information (arXiv
+1905.12558), that is the curvature of KL(model || changed model), and not the empirical one that the text's labels give.
 
 Forward, the input of each layer is kept (in memory, or in mapped files); backward, each layer is loaded again, its
 forward is repeated on the kept input with the layer's own recorded arguments, and the gradient of its output is pulled
@@ -149,7 +149,7 @@ def _layer_backward(
 
 
 def _head_gradient(run: StreamedPass, generator: torch.Generator) -> torch.Tensor:
-    """[samples, length, hidden]: derivative of the negative log likelihood of drawn labels by the last layer's output."""
+    """[samples, length, hidden]: derivative of drawn labels' negative log likelihood by the last layer's output."""
     gradient = torch.empty_like(run.hidden)
     for sample in range(len(run.tokens)):
         with torch.enable_grad():
