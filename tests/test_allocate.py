@@ -1,4 +1,4 @@
-"""Choosing bits for units: limits hold, no choice is worse than uniform bits, and small cases are solved to the optimum."""
+"""Choosing bits for units: limits hold, nothing is worse than uniform bits, and small cases are solved to the optimum."""
 
 import itertools
 import math

@@ -40,7 +40,8 @@ def streamed_sums(path: Path, directory: Path | None = None, seed: int = 5) -> t
 
     modules = [site.module for site in model.layout.sites]
     generator = torch.Generator().manual_seed(seed)
-    backward(model, TOKENS, on_site, generator=generator, modules=modules, directory=directory)
+    steps = list(backward(model, TOKENS, on_site, generator=generator, modules=modules, directory=directory))
+    assert steps == [(done, len(steps)) for done in range(1, len(steps) + 1)]
     assert all(parameter.is_meta for parameter in model.model.parameters())
     return products, squares, grams
 
@@ -116,10 +117,18 @@ def test_the_input_of_a_layer_can_be_observed_before_its_gradients(tiny_llama: P
         seen.append((index, run.hidden.clone()))
         assert not any(parameter.is_meta for parameter in model.layers[index].parameters())
 
-    backward(
-        model, TOKENS, lambda site: order.append(site.layer), generator=torch.Generator(),
-        modules=[site.module for site in model.layout.sites], before_layer=before,
-    )  # fmt: skip
+    modules = [site.module for site in model.layout.sites]
+    generator = torch.Generator()
+    list(
+        backward(
+            model,
+            TOKENS,
+            lambda site: order.append(site.layer),
+            generator=generator,
+            modules=modules,
+            before_layer=before,
+        )
+    )
     run = model.begin(TOKENS)
     assert [index for index, _ in seen] == [1, 0] and order == sorted(order, reverse=True)
     assert torch.equal(seen[1][1], run.hidden)
@@ -136,4 +145,4 @@ def test_gradients_that_are_not_finite_name_their_layer(tiny_llama: Path, monkey
 
     monkeypatch.setattr(StreamedModel, "load_layer", broken)
     with pytest.raises(NumericsError, match="layer 1: the output is not finite"):
-        backward(model, TOKENS, lambda site: None, generator=torch.Generator(), modules=[])
+        list(backward(model, TOKENS, lambda site: None, generator=torch.Generator(), modules=[]))

@@ -9,7 +9,7 @@ forward is repeated on the kept input with the layer's own recorded arguments, a
 through. Weights get no gradients. Of the activations, those of one batch in one layer are alive at a time.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,9 +63,10 @@ def backward(
     modules: Collection[str],
     before_layer: BeforeLayer | None = None,
     directory: Path | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Forward and backward over int64 tokens [samples, length], layer by layer.
+) -> Iterator[tuple[int, int]]:
+    """Forward and backward over int64 tokens [samples, length], layer by layer; run it to its end.
+
+    Yields (steps done, steps in all), a step being a layer forward, the head, or a layer backward.
 
     Args:
         on_site: receives each site's inputs and gradients. A site that no token reaches is never reported.
@@ -73,7 +74,6 @@ def backward(
         modules: module paths of the sites of interest.
         directory: where the layers' inputs (samples * length * hidden * 4 bytes a layer) go as files that are mapped
             and removed as the pass proceeds; None keeps them in memory.
-        progress: called with (steps done, steps in all), a step being a layer forward, a layer backward or the head.
 
     Raises:
         NumericsError: hidden states or gradients that are not finite; names the layer.
@@ -88,10 +88,10 @@ def backward(
         run.advance(index)
         model.drop_layer(index)
         _require_finite(run.hidden, f"layer {index}: the output")
-        _report(progress, index + 1, steps)
+        yield index + 1, steps
     gradient = _head_gradient(run, generator)
     model.drop_outer()
-    _report(progress, len(model.layers) + 1, steps)
+    yield len(model.layers) + 1, steps
     for index in reversed(range(len(model.layers))):
         layer = model.load_layer(index)
         run.hidden = kept.pop()
@@ -103,7 +103,7 @@ def backward(
         model.drop_layer(index)
         if directory is not None:
             _file(directory, index).unlink()
-        _report(progress, steps - index, steps)
+        yield steps - index, steps
 
 
 def _layer_backward(
@@ -185,7 +185,3 @@ def _require_finite(values: torch.Tensor, what: str) -> None:
         bad = int((~torch.isfinite(values)).any(-1).sum())
         raise NumericsError(f"{what} is not finite for {bad} of {values[..., 0].numel()} tokens")
 
-
-def _report(progress: Callable[[int, int], None] | None, done: int, steps: int) -> None:
-    if progress is not None:
-        progress(done, steps)
