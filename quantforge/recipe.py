@@ -10,13 +10,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from quantforge.errors import UsageError
-from quantforge.spec import Bits
+from quantforge.rules import BITS_HELP, Rule, checked_bits, checked_group_size, explain_rule, is_rules, nearest_field
 
 OptionValue = bool | int | float | str
 
@@ -55,7 +55,8 @@ class Recipe(BaseModel):
     """What to do to which model. Frozen; unknown keys are refused. Descriptions end error messages.
 
     `group_size` -1 is one scale per output channel, ``auto`` lets the plan choose. `ignore` holds site names, as shell
-    patterns or, after ``re:``, regular expressions. `options` are the method's own.
+    patterns or, after ``re:``, regular expressions. `rules` give sites grids of their own. `activation_bits` 8 makes
+    the inputs of quantized sites INT8 as well (W8A8); None leaves them alone. `options` are the method's own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -63,7 +64,7 @@ class Recipe(BaseModel):
     model: str = Field(min_length=1, description="a local directory or a hub id")
     output: str | None = Field(default=None, min_length=1, description="a directory that does not exist yet, or null")
     method: str = Field(default="gptq", description="the name of a method")
-    bits: int = Field(default=4, description=f"one of {', '.join(map(str, get_args(Bits)))}")
+    bits: int = Field(default=4, description=BITS_HELP)
     group_size: int | Literal["auto"] = Field(
         default="auto", description="auto, a positive integer, or -1 for one scale per output channel"
     )
@@ -73,6 +74,8 @@ class Recipe(BaseModel):
     )
     options: dict[str, OptionValue] = Field(default={}, description="a mapping of the method's options to plain values")
     ignore: tuple[str, ...] = Field(default=(), description="a list of site name patterns")
+    rules: tuple[Rule, ...] = Field(default=(), description="a list of rules, such as {match: '*.down_proj', bits: 8}")
+    activation_bits: Literal[8] | None = Field(default=None, description="8, or null for floating point")
     scale_dtype: Literal["auto", "float16", "bfloat16"] = Field(default="auto", description="auto, float16 or bfloat16")
     sequential: Literal["layer", "group"] = Field(default="layer", description="layer or group")
     calibration: CalibrationRecipe = Field(default=CalibrationRecipe(), description="a mapping")
@@ -85,16 +88,12 @@ class Recipe(BaseModel):
     @field_validator("bits")
     @classmethod
     def _known_bits(cls, bits: int) -> int:
-        if bits not in get_args(Bits):
-            raise ValueError("unknown number of bits")
-        return bits
+        return checked_bits(bits)
 
     @field_validator("group_size")
     @classmethod
     def _possible_group(cls, group_size: int | str) -> int | str:
-        if isinstance(group_size, int) and group_size != -1 and group_size < 1:
-            raise ValueError("impossible group size")
-        return group_size
+        return checked_group_size(group_size) if isinstance(group_size, int) else group_size
 
     @field_validator("max_shard_size")
     @classmethod
@@ -105,11 +104,11 @@ class Recipe(BaseModel):
             raise ValueError(str(error)) from error
         return size
 
-    @field_validator("formats", "ignore", mode="before")
+    @field_validator("formats", "ignore", "rules", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """A YAML list, or one name alone, as a tuple."""
-        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+        """A YAML list, or one name or rule alone, as a tuple."""
+        return (value,) if isinstance(value, str | Mapping) else tuple(value) if isinstance(value, list) else value
 
     @property
     def max_shard_bytes(self) -> int:
@@ -117,12 +116,17 @@ class Recipe(BaseModel):
 
 
 def default_output(recipe: Recipe, group_size: int | None) -> str:
-    """The name of the output directory when none is given: ``SmolLM2-135M-w4g64-gptq``; `group_size` None is ``pc``."""
+    """The name of the output directory when none is given: ``SmolLM2-135M-w4g64-gptq``; `group_size` None is ``pc``.
+
+    Rules make it ``w4g64-mixed``, quantized activations ``w8a8``.
+    """
     model = Path(recipe.model.rstrip("/")).name or Path(recipe.model).resolve().name
     if model in (".", ".."):
         model = Path(recipe.model).resolve().name
     group = "pc" if group_size is None else f"g{group_size}"
-    return f"{model}-w{recipe.bits}{group}{'' if recipe.symmetric else '-asym'}-{recipe.method}"
+    grid = f"w{recipe.bits}{group}" if recipe.activation_bits is None else f"w{recipe.bits}a{recipe.activation_bits}"
+    variants = ("" if recipe.symmetric else "-asym") + ("-mixed" if recipe.rules else "")
+    return f"{model}-{grid}{variants}-{recipe.method}"
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -161,6 +165,7 @@ _SYNONYMS = {
     **dict.fromkeys(("format", "export_format"), _Synonym("formats")),
     **dict.fromkeys(("output_dir", "export_path"), _Synonym("output")),
     **dict.fromkeys(("modules_to_not_convert", "ignore_layers", "exclude_modules"), _Synonym("ignore")),
+    **dict.fromkeys(("a_bits", "act_bits", "abits"), _Synonym("activation_bits")),
     "true_sequential": _Synonym("sequential", ((True, "group"), (False, "layer"))),
     **dict.fromkeys(("damping", "damp", "percdamp", "damp_percent", "dampening_frac"), _Synonym("options.damping")),
     **dict.fromkeys(("act_order", "desc_act", "actorder"), _Synonym("options.act_order", _STATIC)),
@@ -195,7 +200,31 @@ class _Reading:
                 first = self._written[target]
                 self.problems.append(f"{self.origin}: {first!r} and {written!r} both set {target}; keep one")
             else:
-                self.values[target], self._written[target] = value, written
+                self.values[target] = self._rules(value, written) if target == "rules" else value
+                self._written[target] = written
+
+    def _rules(self, value: Any, written: str) -> Any:
+        """Rules with synonyms resolved."""
+        rules = [value] if isinstance(value, Mapping) else value
+        if not is_rules(rules):
+            return value
+        return tuple(self._rule(rule, f"{written}[{number}]") for number, rule in enumerate(rules))
+
+    def _rule(self, rule: Mapping[Any, Any], written: str) -> dict[str, Any]:
+        resolved: dict[str, Any] = {}
+        for key, value in rule.items():
+            name = str(key).replace("-", "_")
+            synonym = _SYNONYMS.get(name)
+            if name not in Rule.model_fields and synonym is not None and synonym.target in Rule.model_fields:
+                name, value = synonym.target, synonym.convert(value)
+                self.notes.append(f"{self.origin}: {written}.{key} is read as {name}: {value!r}")
+            if name not in Rule.model_fields:
+                self.problems.append(f"{self.origin}: unknown key '{written}.{key}'; {nearest_field(name)}")
+            elif name in resolved:
+                self.problems.append(f"{self.origin}: {written} sets {name} twice; keep one")
+            else:
+                resolved[name] = value
+        return resolved
 
     def _resolve(self, key: str, value: Any, prefix: str) -> tuple[str | None, Any]:
         """The dotted name `key` stands for, None when unknown, and the value in its terms."""
@@ -238,6 +267,8 @@ def _read_yaml(path: Path) -> Mapping[Any, Any]:
 
 def _repeated_keys(node: yaml.Node | None) -> list[tuple[str, int]]:
     """(key, line) of keys that a mapping repeats; YAML itself would silently keep the last."""
+    if isinstance(node, yaml.SequenceNode):
+        return [repeated for entry in node.value for repeated in _repeated_keys(entry)]
     if not isinstance(node, yaml.MappingNode):
         return []
     found: list[tuple[str, int]] = []
@@ -301,6 +332,11 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
     """Pydantic's findings in our words: where it was written, what is expected, what was found."""
     problems = []
     for found in error.errors():
+        if found["loc"][:1] == ("rules",) and len(found["loc"]) > 2:
+            problems.append(
+                f"{origins.get('rules', 'recipe')}: {explain_rule(found['loc'][1:], found['type'], found['input'])}"
+            )
+            continue
         section = found["loc"][0] if found["loc"] and found["loc"][0] in ("calibration", "options") else None
         name = ".".join(map(str, found["loc"][: 2 if section else 1]))
         if found["type"] == "missing":

@@ -1,5 +1,7 @@
 """The grid a weight matrix is rounded to."""
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -67,3 +69,31 @@ class QuantSpec:
         """Short human name, for example ``4 bits, group 64, symmetric``."""
         group = "per channel" if self.group_size is None else f"group {self.group_size}"
         return f"{self.bits} bits, {group}, {'symmetric' if self.symmetric else 'asymmetric'}"
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """The grid the inputs of a quantized site are rounded to when the model runs: per token, dynamic, symmetric.
+
+    Each token's scale is ``max |x| / 127.5``, half the 255 steps of the range -128 .. 127, as compressed-tensors
+    computes it for strategy ``token``, ``dynamic`` (version 0.20.1, quantization/utils/helpers.py: `calculate_qparams`
+    and `compute_dynamic_scales_and_zp`). Nothing of it is stored but the fact.
+    """
+
+    bits: int = 8
+
+    def __post_init__(self) -> None:
+        if self.bits != 8:
+            raise UsageError(f"activations can be quantized to 8 bits only; got {self.bits}")
+
+    def label(self) -> str:
+        """``8-bit activations per token``."""
+        return f"{self.bits}-bit activations per token"
+
+
+def label_of(specs: Iterable[QuantSpec], activations: ActivationSpec | None = None) -> str:
+    """The grids of several sites in words, each with the number of its sites when they differ; the commonest first."""
+    counted = Counter(specs).most_common()
+    alone = len(counted) == 1
+    labels = [spec.label() if alone else f"{spec.label()}: {count} sites" for spec, count in counted]
+    return "; ".join(labels) + ("" if activations is None else f", {activations.label()}")

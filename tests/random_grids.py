@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from quantforge.formats import CheckpointFacts
+from quantforge.formats import CheckpointFacts, SiteShape
 from quantforge.quantized import SCALE_DTYPES, QuantizedWeight
 from quantforge.spec import QuantSpec
 
@@ -31,7 +31,12 @@ def random_weight(spec: QuantSpec, out_features: int, in_features: int, lowest_z
 
 
 def facts_for(weight: QuantizedWeight, kept: tuple[str, ...] = ("lm_head",)) -> CheckpointFacts:
-    return CheckpointFacts(weight.spec, (SITE,), kept, bool((weight.zero == 0).any()))
+    return CheckpointFacts({SITE: weight.spec}, kept, bool((weight.zero == 0).any()))
+
+
+def alike(spec: QuantSpec, *sites: SiteShape) -> tuple[dict[str, QuantSpec], list[SiteShape]]:
+    """What a format's `problems` takes, for sites on one grid."""
+    return {site.name: spec for site in sites}, list(sites)
 
 
 def parts_of(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "quantforge"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = {
-    0: {"__init__", "errors", "spec", "recipe", "registry", "report"},
+    0: {"__init__", "errors", "spec", "patterns", "recipe", "registry", "report", "rules"},
     1: {"quantized", "numerics", "text", "documents"},
     2: {"methods", "formats", "readers", "kernels"},
     3: {"model", "calibration", "evaluate"},
@@ -29,7 +29,7 @@ PLACES = {  # third-party package -> units that may import it; a package not lis
     "transformers": {"model", "evaluate", "integrations"},
     "datasets": {"documents", "calibration", "evaluate"},
     "triton": {"kernels"},
-    "pydantic": {"recipe"},
+    "pydantic": {"recipe", "rules"},
     "yaml": {"recipe"},
 }
 ONLY_INSIDE_FUNCTIONS = {"triton"}

@@ -682,9 +682,9 @@ def test_a_committed_site_of_other_dimensions_is_damage(recipe: Recipe) -> None:
     plan: Plan = make_plan(recipe)
     name = plan.sites[0].name
     with pytest.raises(WorkspaceError, match=r"layer-00000\.safetensors is missing or damaged"):
-        Workspace(work, plan.spec).weight(0, name, 4096)
+        Workspace(work).weight(0, name, 4096)
     with pytest.raises(WorkspaceError, match=r"layer-00000\.safetensors is missing or damaged"):
-        Workspace(work, plan.spec).weight(0, "no.such.site", 128)
+        Workspace(work).weight(0, "no.such.site", 128)
 
 
 # ------------------------------------------------------------------------------------------------ full disk

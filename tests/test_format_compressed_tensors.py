@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_grids import SITE, facts_for, parts_of, random_weight, words
+from random_grids import SITE, alike, facts_for, parts_of, random_weight, words
 
 from quantforge.errors import SourceError
 from quantforge.formats import CheckpointFacts, SiteShape, load_format
@@ -95,7 +95,7 @@ def test_every_loadable_shape_reads_back_exactly(
     bits: int, out_blocks: int, in_blocks: int, group_size: int | None, symmetric: bool, dtype: Any
 ) -> None:
     weight = random_weight(QuantSpec(bits, group_size, symmetric, dtype), 32 * out_blocks, 32 * in_blocks)
-    assert FORMAT.problems(weight.spec, [SiteShape(SITE, weight.out_features, weight.in_features)]) == []
+    assert FORMAT.problems(*alike(weight.spec, SiteShape(SITE, weight.out_features, weight.in_features))) == []
     assert_same(read_back(weight), weight)
 
 
@@ -151,7 +151,7 @@ def test_compressed_tensors_library_packs_the_same_words(bits: int) -> None:
 
 @pytest.mark.parametrize(("group_size", "strategy"), [(128, "group"), (None, "channel")])
 def test_config_has_exactly_the_keys_servers_were_seen_to_load(group_size: int | None, strategy: str) -> None:
-    facts = CheckpointFacts(QuantSpec(4, group_size, symmetric=False), (SITE,), ("model.router", "lm_head"), True)
+    facts = CheckpointFacts({SITE: QuantSpec(4, group_size, symmetric=False)}, ("model.router", "lm_head"), True)
     config = FORMAT.config(facts)
     assert list(config) == CONFIG_KEYS
     assert config["ignore"] == ["model.router", "lm_head"]
@@ -182,7 +182,7 @@ def test_config_has_exactly_the_keys_servers_were_seen_to_load(group_size: int |
 def test_compressed_tensors_library_validates_the_config(bits: int) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     for group_size in (64, None):
-        facts = CheckpointFacts(QuantSpec(bits, group_size), (SITE,), ("lm_head",), False)
+        facts = CheckpointFacts({SITE: QuantSpec(bits, group_size)}, ("lm_head",), False)
         parsed = quantization.QuantizationConfig.model_validate(FORMAT.config(facts))
         weights = parsed.config_groups["group_0"].weights
         assert (weights.num_bits, weights.group_size, weights.symmetric) == (bits, group_size, True)
@@ -194,7 +194,7 @@ def test_compressed_tensors_library_validates_the_config(bits: int) -> None:
 
 def test_conv1d_sites_are_refused_naming_three_of_them_and_the_format_that_takes_them() -> None:
     sites = [SiteShape(f"h.{i}.attn.c_attn", 192, 64, "conv1d") for i in range(5)]
-    (problem,) = FORMAT.problems(QuantSpec(4, 64), sites)
+    (problem,) = FORMAT.problems(*alike(QuantSpec(4, 64), *sites))
     assert "5 sites are Conv1D: h.0.attn.c_attn, h.1.attn.c_attn, h.2.attn.c_attn and 2 more" in problem
     assert "--format gptq" in problem
 
@@ -202,7 +202,7 @@ def test_conv1d_sites_are_refused_naming_three_of_them_and_the_format_that_takes
 @pytest.mark.parametrize(("bits", "multiple"), [(2, 16), (3, 32), (4, 8), (8, 4)])
 def test_rows_that_end_inside_a_word_are_refused_naming_every_site(bits: int, multiple: int) -> None:
     good, bad = SiteShape("good", 64, 2 * multiple), [SiteShape(f"bad{i}", 64, multiple + 2) for i in range(4)]
-    (problem,) = FORMAT.problems(QuantSpec(bits, None), [good, *bad])
+    (problem,) = FORMAT.problems(*alike(QuantSpec(bits, None), good, *bad))
     assert f"in_features to be a multiple of {multiple} at {bits} bits" in problem
     assert all(f"{site.name} [64, {multiple + 2}]" in problem for site in bad)
     assert "good" not in problem
@@ -210,8 +210,8 @@ def test_rows_that_end_inside_a_word_are_refused_naming_every_site(bits: int, mu
 
 def test_outputs_that_end_inside_a_word_matter_only_when_zeros_are_packed() -> None:
     sites = [SiteShape("site", 60, 64)]
-    assert FORMAT.problems(QuantSpec(4, 64), sites) == []
-    (problem,) = FORMAT.problems(QuantSpec(4, 64, symmetric=False), sites)
+    assert FORMAT.problems(*alike(QuantSpec(4, 64), *sites)) == []
+    (problem,) = FORMAT.problems(*alike(QuantSpec(4, 64, symmetric=False), *sites))
     assert "out_features to be a multiple of 8" in problem and "site [60, 64]" in problem and "symmetric" in problem
 
 

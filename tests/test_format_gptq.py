@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_grids import SITE, facts_for, parts_of, random_weight, words
+from random_grids import SITE, alike, facts_for, parts_of, random_weight, words
 
 from quantforge.errors import NumericsError, SourceError
 from quantforge.formats import CheckpointFacts, SiteShape, load_format
@@ -76,7 +76,7 @@ def test_packed_weight_and_zeros_equal_words_written_out_by_hand(bits: int, vers
     zero = torch.tensor(row, dtype=torch.uint8).reshape(-1, 1)
     scale = torch.arange(1, size + 1).reshape(-1, 1).to(torch.bfloat16)
     weight = QuantizedWeight(QuantSpec(bits, None, False), torch.tensor([row] * size, dtype=torch.uint8), scale, zero)
-    facts = CheckpointFacts(weight.spec, (SITE,), (), has_zero_zero=version == "gptq_v2")
+    facts = CheckpointFacts({SITE: weight.spec}, (), has_zero_zero=version == "gptq_v2")
     parts = parts_of(FORMAT.encode(SITE, weight, facts))
     assert FORMAT.config(facts)["checkpoint_format"] == version
     assert sorted(parts) == ["g_idx", "qweight", "qzeros", "scales"]
@@ -122,7 +122,7 @@ def test_every_loadable_shape_reads_back_exactly(
     bits: int, out_blocks: int, in_blocks: int, group_size: int | None, symmetric: bool, lowest_zero: int
 ) -> None:
     weight = random_weight(QuantSpec(bits, group_size, symmetric), 32 * out_blocks, 32 * in_blocks, lowest_zero)
-    assert FORMAT.problems(weight.spec, [SiteShape(SITE, weight.out_features, weight.in_features)]) == []
+    assert FORMAT.problems(*alike(weight.spec, SiteShape(SITE, weight.out_features, weight.in_features))) == []
     assert_same(read_back(weight), weight)
 
 
@@ -156,7 +156,7 @@ def test_group_index_is_input_over_group_size() -> None:
 
 def test_one_zero_of_0_makes_the_whole_checkpoint_version_2() -> None:
     spec = QuantSpec(4, 32, symmetric=False)
-    facts = CheckpointFacts(spec, (SITE,), (), has_zero_zero=True)
+    facts = CheckpointFacts({SITE: spec}, (), has_zero_zero=True)
     weight = random_weight(spec, 32, 64, lowest_zero=1)
     assert FORMAT.config(facts)["checkpoint_format"] == "gptq_v2"
     parts = parts_of(FORMAT.encode(SITE, weight, facts))
@@ -166,7 +166,7 @@ def test_one_zero_of_0_makes_the_whole_checkpoint_version_2() -> None:
 def test_a_zero_of_0_is_never_written_as_version_1() -> None:
     weight = random_weight(QuantSpec(4, 32, symmetric=False), 32, 64)
     with pytest.raises(ValueError, match=f"{SITE}: a zero of 0"):
-        FORMAT.encode(SITE, weight, CheckpointFacts(weight.spec, (SITE,), (), has_zero_zero=False))
+        FORMAT.encode(SITE, weight, CheckpointFacts({SITE: weight.spec}, (), has_zero_zero=False))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -182,7 +182,7 @@ def test_a_wrapped_zero_of_a_version_1_file_reads_as_0_and_not_as_16(bits: int) 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_a_header_that_names_the_other_version_is_refused_for_symmetric_grids(bits: int, holds: str, says: str) -> None:
     weight = random_weight(QuantSpec(bits, 32), 32, 64)
-    facts = CheckpointFacts(weight.spec, (SITE,), (), has_zero_zero=holds == "gptq_v2")
+    facts = CheckpointFacts({SITE: weight.spec}, (), has_zero_zero=holds == "gptq_v2")
     parts = parts_of(FORMAT.encode(SITE, weight, facts))
     with pytest.raises(SourceError, match=f"{SITE}: checkpoint_format says {says}, .* these are {holds} zeros"):
         READER.decode(parts, READER.scheme({**FORMAT.config(facts), "checkpoint_format": says}, SITE), SITE)
@@ -214,7 +214,7 @@ def test_float16_scales_are_stored_as_they_are() -> None:
 
 
 def test_config_and_side_file_hold_what_a_loader_needs_and_nothing_about_the_solving() -> None:
-    facts = CheckpointFacts(QuantSpec(4, 64), (SITE,), ("lm_head",), False)
+    facts = CheckpointFacts({SITE: QuantSpec(4, 64)}, ("lm_head",), False)
     config = FORMAT.config(facts)
     quantizer = config.pop("meta")["quantizer"]
     assert len(quantizer) == 1 and quantizer[0].startswith("quantforge:")
@@ -234,7 +234,7 @@ def test_config_and_side_file_hold_what_a_loader_needs_and_nothing_about_the_sol
 def test_transformers_parses_the_config_and_takes_every_setting_from_it(spec: QuantSpec) -> None:
     from transformers import GPTQConfig
 
-    written = FORMAT.config(CheckpointFacts(spec, (SITE,), ("lm_head",), not spec.symmetric))
+    written = FORMAT.config(CheckpointFacts({SITE: spec}, ("lm_head",), not spec.symmetric))
     parsed = GPTQConfig.from_dict(written)
     assert (parsed.bits, parsed.group_size) == (spec.bits, spec.group_size or -1)
     assert (parsed.sym, parsed.desc_act) == (spec.symmetric, False)
@@ -242,7 +242,7 @@ def test_transformers_parses_the_config_and_takes_every_setting_from_it(spec: Qu
 
 
 def test_a_scale_per_row_is_group_size_minus_1() -> None:
-    assert FORMAT.config(CheckpointFacts(QuantSpec(4, None), (SITE,), (), False))["group_size"] == -1
+    assert FORMAT.config(CheckpointFacts({SITE: QuantSpec(4, None)}, (), False))["group_size"] == -1
 
 
 def left_alone(config: dict[str, Any], module: str) -> bool:
@@ -254,7 +254,7 @@ def test_kept_modules_are_left_alone_and_no_other() -> None:
     kept = [f"model.layers.{i}.mlp.gate" for i in range(12)] + ["model.layers.1.self_attn.q_proj", "lm_head"]
     quantized = [f"model.layers.{i}.{leaf}" for i in range(12) for leaf in ("mlp.gate_proj", "self_attn.o_proj")]
     quantized += [f"model.layers.{i}.self_attn.q_proj" for i in range(12) if i != 1]
-    config = FORMAT.config(CheckpointFacts(QuantSpec(4, 64), tuple(quantized), tuple(kept), False))
+    config = FORMAT.config(CheckpointFacts(dict.fromkeys(quantized, QuantSpec(4, 64)), tuple(kept), False))
     assert config["dynamic"] == {
         r"-:^model\.layers\.\d+\.mlp\.gate$": {},
         r"-:^model\.layers\.1\.self_attn\.q_proj$": {},
@@ -266,14 +266,14 @@ def test_kept_modules_are_left_alone_and_no_other() -> None:
 def test_kept_modules_are_left_alone_under_the_names_servers_fuse_them_to() -> None:
     leaves = [f"self_attn.{leaf}_proj" for leaf in "qkv"] + ["mlp.experts.0.up_proj", "mlp.experts.1.up_proj"]
     kept, quantized = ([f"model.layers.{i}.{leaf}" for leaf in leaves] for i in (0, 1))
-    config = FORMAT.config(CheckpointFacts(QuantSpec(4, 64), tuple(quantized), tuple(kept), False))
+    config = FORMAT.config(CheckpointFacts(dict.fromkeys(quantized, QuantSpec(4, 64)), tuple(kept), False))
     for fused in ("self_attn.qkv_proj", "mlp.experts"):
         assert left_alone(config, f"model.layers.0.{fused}")
         assert not left_alone(config, f"model.layers.1.{fused}")
 
 
 def test_a_module_of_which_some_parts_are_quantized_is_not_left_alone() -> None:
-    facts = CheckpointFacts(QuantSpec(4, 64), ("m.experts.0.up_proj",), ("m.experts.1.up_proj",), False)
+    facts = CheckpointFacts({"m.experts.0.up_proj": QuantSpec(4, 64)}, ("m.experts.1.up_proj",), False)
     assert FORMAT.config(facts)["dynamic"] == {r"-:^m\.experts\.1\.up_proj$": {}}
 
 
@@ -289,7 +289,7 @@ def test_features_that_end_inside_a_word_are_refused_naming_every_site(bits: int
         SiteShape("wide", 64, odd),
         SiteShape("both", odd, odd),
     ]
-    of_in, of_out = FORMAT.problems(QuantSpec(bits, None), sites)
+    of_in, of_out = FORMAT.problems(*alike(QuantSpec(bits, None), *sites))
     assert f"in_features to be a multiple of {multiple} at {bits} bits" in of_in
     assert f"wide [64, {odd}], both [{odd}, {odd}]" in of_in and "tall" not in of_in
     assert f"out_features to be a multiple of {multiple} at {bits} bits" in of_out
@@ -298,4 +298,4 @@ def test_features_that_end_inside_a_word_are_refused_naming_every_site(bits: int
 
 
 def test_conv1d_sites_are_accepted() -> None:
-    assert FORMAT.problems(QuantSpec(4, 64), [SiteShape("h.0.attn.c_attn", 192, 64, "conv1d")]) == []
+    assert FORMAT.problems(*alike(QuantSpec(4, 64), SiteShape("h.0.attn.c_attn", 192, 64, "conv1d"))) == []

@@ -145,7 +145,7 @@ class Ui:
         self._facts(
             [
                 ("model", f"{resolved.recipe.model} ({plan.model_type}, {plan.layers} layers)"),
-                ("method", f"{plan.method}, {plan.spec.label()}"),
+                ("method", f"{plan.method}, {plan.label}"),
                 ("formats", ", ".join(plan.formats)),
                 ("size", _sizes(plan.source_bytes, plan.estimated_bytes, plan.bits_per_weight) + " (estimated)"),
                 ("output", f"{plan.output} (not written: this is a dry run)"),

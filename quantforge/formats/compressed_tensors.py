@@ -1,6 +1,6 @@
-"""compressed-tensors, ``pack-quantized``: weight-only integers, as written by llm-compressor.
+"""compressed-tensors, as written by llm-compressor: ``pack-quantized``, and ``int-quantized`` with INT8 activations.
 
-Per site (specification: vllm-project/compressed-tensors, ``PackedQuantizationCompressor``):
+Per site of ``pack-quantized`` (specification: vllm-project/compressed-tensors, ``PackedQuantizationCompressor``):
 
 | tensor | shape | dtype | content |
 |---|---|---|---|
@@ -9,20 +9,24 @@ Per site (specification: vllm-project/compressed-tensors, ``PackedQuantizationCo
 | weight_shape | [2] | int64 | [out, in] |
 | weight_zero_point | [out * bits / 32, groups] | int32 | zeros, a stream along the output; asymmetric grids only |
 
+``int-quantized`` (W8A8) keeps ``weight``, int8 [out, in], and ``weight_scale``; inputs are quantized at run time.
+
 Every loader reads 4 bits, most read 8. At 2 and 3 bits the stream is the one that compressed-tensors 0.20, and
 transformers with it, unpack exactly; servers may have no kernel for them, and compressed-tensors 0.17 laid 3 bits out
 differently (10 values a word).
 """
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from quantforge.formats import CheckpointFacts, Format, SiteShape
+from quantforge.formats import CheckpointFacts, Format, SiteShape, sites_by_spec
 from quantforge.numerics.bits import pack_codes, period
+from quantforge.patterns import covering
 from quantforge.quantized import QuantizedWeight
-from quantforge.spec import QuantSpec
+from quantforge.spec import ActivationSpec, QuantSpec
 
 NAMED_SITES = 3
 
@@ -32,7 +36,7 @@ _ALL_EXPERTS = r"re:.*\.experts(\..*)?$"
 """One entry stands for all experts of all layers: named one by one they would fill the config."""
 
 
-def problems(spec: QuantSpec, sites: list[SiteShape]) -> list[str]:
+def problems(specs: Mapping[str, QuantSpec], sites: list[SiteShape]) -> list[str]:
     """Sites that are no Linear modules, and sites whose rows (or packed zeros) do not fill whole 32-bit words."""
     found = []
     conv1d = [site.name for site in sites if site.kind != "linear"]
@@ -44,13 +48,14 @@ def problems(spec: QuantSpec, sites: list[SiteShape]) -> list[str]:
             f"compressed-tensors quantizes Linear modules only, and {len(conv1d)} sites are Conv1D: {named}; "
             "use --format gptq"
         )
-    multiple, _ = period(spec.bits)
-    ragged_in = [site for site in sites if site.in_features % multiple]
-    if ragged_in:
-        found.append(_ragged("in_features", spec, ragged_in))
-    ragged_out = [site for site in sites if site.out_features % multiple]
-    if ragged_out and not spec.symmetric:
-        found.append(_ragged("out_features", spec, ragged_out) + ", or make the grid symmetric (no zeros to pack)")
+    for spec, own in sites_by_spec(specs, sites).items():
+        multiple, _ = period(spec.bits)
+        ragged_in = [site for site in own if site.in_features % multiple]
+        if ragged_in:
+            found.append(_ragged("in_features", spec, ragged_in))
+        ragged_out = [site for site in own if site.out_features % multiple]
+        if ragged_out and not spec.symmetric:
+            found.append(_ragged("out_features", spec, ragged_out) + ", or make the grid symmetric (no zeros to pack)")
     return found
 
 
@@ -66,6 +71,9 @@ def _ragged(which: str, spec: QuantSpec, sites: list[SiteShape]) -> str:
 def encode(name: str, weight: QuantizedWeight, facts: CheckpointFacts) -> dict[str, torch.Tensor]:
     """The tensors of one site, by checkpoint key."""
     spec = weight.spec
+    if facts.activations is not None:
+        signed = weight.codes.to(torch.int16) - spec.symmetric_zero
+        return {f"{name}.weight": signed.to(torch.int8), f"{name}.weight_scale": weight.scale.contiguous()}
     tensors = {
         f"{name}.weight_packed": pack_codes(weight.codes, spec.bits, dim=1),
         f"{name}.weight_scale": weight.scale.contiguous(),
@@ -77,9 +85,38 @@ def encode(name: str, weight: QuantizedWeight, facts: CheckpointFacts) -> dict[s
 
 
 def config(facts: CheckpointFacts) -> dict[str, Any]:
-    """One config group for all Linear modules; the kept ones are listed in ``ignore``."""
-    spec = facts.spec
-    weights = {
+    """One config group a grid; kept modules are listed in ``ignore``.
+
+    One grid is that of every ``Linear``. Of several, each names its sites: loaders differ in whether a class or a name
+    goes first (vLLM looks for a class name before it looks for the parts of a fused module), so no class is named.
+    """
+    layout = "pack-quantized" if facts.activations is None else "int-quantized"
+    grids = facts.by_spec()
+    every = [name for names in grids.values() for name in names]
+    groups = {}
+    for number, (spec, names) in enumerate(grids.items()):
+        others = [*(set(every) - set(names)), *facts.kept]
+        targets = ["Linear"] if len(grids) == 1 else [f"re:{expression}" for expression in covering(names, others)]
+        groups[f"group_{number}"] = {
+            "targets": targets,
+            "weights": _weights(spec),
+            "input_activations": None if facts.activations is None else _inputs(facts.activations),
+            "output_activations": None,
+            "format": layout,
+        }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": list(dict.fromkeys(_ALL_EXPERTS if _EXPERT.fullmatch(name) else name for name in facts.kept)),
+        "config_groups": groups,
+    }
+
+
+def _weights(spec: QuantSpec) -> dict[str, Any]:
+    return {
         "num_bits": spec.bits,
         "type": "int",
         "symmetric": spec.symmetric,
@@ -91,21 +128,20 @@ def config(facts: CheckpointFacts) -> dict[str, Any]:
         "observer": "minmax",
         "observer_kwargs": {},
     }
-    group = {
-        "targets": ["Linear"],
-        "weights": weights,
-        "input_activations": None,
-        "output_activations": None,
-        "format": "pack-quantized",
-    }
+
+
+def _inputs(activations: ActivationSpec) -> dict[str, Any]:
     return {
-        "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
-        "quantization_status": "compressed",
-        "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-        "ignore": list(dict.fromkeys(_ALL_EXPERTS if _EXPERT.fullmatch(name) else name for name in facts.kept)),
-        "config_groups": {"group_0": group},
+        "num_bits": activations.bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "token",
+        "group_size": None,
+        "dynamic": True,
+        "actorder": None,
+        "block_structure": None,
+        "observer": None,
+        "observer_kwargs": {},
     }
 
 
@@ -116,9 +152,10 @@ def side_files(facts: CheckpointFacts) -> dict[str, dict[str, Any]]:
 
 FORMAT = Format(
     name="compressed-tensors",
-    summary="compressed-tensors pack-quantized: vLLM, SGLang, transformers",
+    summary="compressed-tensors, packed or W8A8: vLLM, SGLang, transformers",
     problems=problems,
     encode=encode,
     config=config,
     side_files=side_files,
+    activations=True,
 )

@@ -14,15 +14,16 @@ Version 1 stores zero - 1, which a zero of 0 would wrap; a checkpoint that has o
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from quantforge import __version__
 from quantforge.errors import NumericsError
-from quantforge.formats import CheckpointFacts, Format, SiteShape
+from quantforge.formats import CheckpointFacts, Format, SiteShape, sites_by_spec
 from quantforge.numerics.bits import pack_codes, period
+from quantforge.patterns import covering
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
 
@@ -30,18 +31,19 @@ from quantforge.spec import QuantSpec
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-def problems(spec: QuantSpec, sites: list[SiteShape]) -> list[str]:
+def problems(specs: Mapping[str, QuantSpec], sites: list[SiteShape]) -> list[str]:
     """Sites whose packed rows (in_features) or packed zeros (out_features) do not fill whole 32-bit words."""
-    multiple, _ = period(spec.bits)
     found = []
-    for which in ("in_features", "out_features"):
-        ragged = [site for site in sites if getattr(site, which) % multiple]
-        if ragged:
-            shapes = ", ".join(f"{site.name} [{site.out_features}, {site.in_features}]" for site in ragged)
-            found.append(
-                f"gptq needs {which} to be a multiple of {multiple} at {spec.bits} bits (whole 32-bit words), "
-                f"which [out, in] is not at {shapes}; add these to ignore"
-            )
+    for spec, own in sites_by_spec(specs, sites).items():
+        multiple, _ = period(spec.bits)
+        for which in ("in_features", "out_features"):
+            ragged = [site for site in own if getattr(site, which) % multiple]
+            if ragged:
+                shapes = ", ".join(f"{site.name} [{site.out_features}, {site.in_features}]" for site in ragged)
+                found.append(
+                    f"gptq needs {which} to be a multiple of {multiple} at {spec.bits} bits (whole 32-bit words), "
+                    f"which [out, in] is not at {shapes}; add these to ignore"
+                )
     return found
 
 
@@ -75,26 +77,46 @@ def _as_float16(scale: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def config(facts: CheckpointFacts) -> dict[str, Any]:
-    """The same for config.json and quantize_config.json; ``dynamic`` only when modules other than a head are kept.
+    """The same for config.json and quantize_config.json; ``dynamic`` when not all modules but a head are alike.
+
+    The commonest grid is that of the whole, and ``+:`` rules give the sites of others theirs. ``-:`` rules name what is
+    kept. GPTQModel, vLLM and SGLang take the first rule that `re.match` finds for a module, under its fused name too.
 
     Keys that tell how the codes were found (``damp_percent``, ``true_sequential``, ``static_groups``) are left out:
     loaders do without them, and a format does not know the method.
     """
-    spec = facts.spec
+    grids = facts.by_spec()
+    first, *others = grids
+    quantized = [name for names in grids.values() for name in names]
+    grid = _grid(first)
     settings: dict[str, Any] = {
         "quant_method": "gptq",
-        "bits": spec.bits,
-        "group_size": -1 if spec.group_size is None else spec.group_size,
+        "bits": grid["bits"],
+        "group_size": grid["group_size"],
         "desc_act": False,
-        "sym": spec.symmetric,
-        "lm_head": any(_is_head(name) for name in facts.quantized),
+        "sym": grid["sym"],
+        "lm_head": any(_is_head(name) for name in quantized),
         "checkpoint_format": "gptq_v2" if facts.has_zero_zero else "gptq",
         "meta": {"quantizer": [f"quantforge:{__version__}"]},
     }
     kept = [name for name in facts.kept if not _is_head(name)]
-    if kept:
-        settings["dynamic"] = {f"-:{rule}": {} for rule in _rules(kept, facts.quantized)}
+    dynamic: dict[str, Any] = {f"-:{rule}": {} for rule in _rules(kept, quantized)}
+    for spec in others:
+        own = _with_fused(grids[spec])
+        rest = _with_fused([*(name for name in quantized if name not in own), *facts.kept])
+        rules = covering([name for name in own if name not in rest], rest)
+        dynamic |= {f"+:{rule}": _grid(spec) for rule in rules}
+    if dynamic:
+        settings["dynamic"] = dynamic
     return settings
+
+
+def _grid(spec: QuantSpec) -> dict[str, Any]:
+    return {
+        "bits": spec.bits,
+        "group_size": -1 if spec.group_size is None else spec.group_size,
+        "sym": spec.symmetric,
+    }
 
 
 def side_files(facts: CheckpointFacts) -> dict[str, dict[str, Any]]:

@@ -1,9 +1,7 @@
 """What a run will do, decided from config.json and tensor headers before any weight is read; every problem at once."""
 
-import fnmatch
-import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,10 @@ from quantforge.model.shards import DTYPES
 from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
 from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.model.streamed import StreamedModel
+from quantforge.pipeline.grids import choose_grids, split_fused
 from quantforge.recipe import Recipe, default_output
-from quantforge.spec import QuantSpec, ScaleDtype
+from quantforge.spec import ActivationSpec, QuantSpec, ScaleDtype, label_of
 
-GROUP_SIZES = (128, 64, 32)
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-OFFERED_GROUP_SIZES = (256, 128, 96, 64, 48, 32, 16)
 SHOWN_TENSORS = 20
 
 
@@ -31,7 +27,10 @@ class Plan:
 
     Attributes:
         streamed: the model's skeleton over its checkpoint; no weights are loaded.
-        sites: the sites to quantize, all with `spec`.
+        spec: the recipe's own grid.
+        specs: the grid of each site, by its name.
+        activations: the grid of the sites' inputs, None when they stay in floating point.
+        sites: the sites to quantize.
         kept: parameter -> why it stays in floating point.
         notes: what was decided for the user and should be announced; `warnings` are those that deserve attention.
     """
@@ -39,6 +38,8 @@ class Plan:
     checkpoint: Checkpoint
     streamed: StreamedModel
     spec: QuantSpec
+    specs: Mapping[str, QuantSpec]
+    activations: ActivationSpec | None
     solver: Method
     options: dict[str, OptionValue]
     formats: tuple[str, ...]
@@ -74,10 +75,16 @@ class Plan:
         return sum(site.out_features * site.in_features for site in self.sites)
 
     @property
+    def label(self) -> str:
+        """All grids in words, with the number of sites of each when there are several."""
+        return label_of(self.specs.values(), self.activations)
+
+    @property
     def bits_per_weight(self) -> float:
         """Mean stored bits of a quantized weight, scales and zeros included."""
         return sum(
-            self.spec.bits_per_weight(site.in_features) * site.out_features * site.in_features for site in self.sites
+            self.specs[site.name].bits_per_weight(site.in_features) * site.out_features * site.in_features
+            for site in self.sites
         ) / max(1, self.weights)
 
     @property
@@ -96,17 +103,26 @@ class Plan:
             "model_type": self.model_type,
             "method": self.method,
             "options": self.options,
-            "spec": self.spec.label(),
+            "spec": self.label,
             "bits": self.spec.bits,
             "group_size": self.spec.group_size,
             "symmetric": self.spec.symmetric,
             "scale_dtype": self.spec.scale_dtype,
+            "activation_bits": None if self.activations is None else self.activations.bits,
             "formats": list(self.formats),
             "output": str(self.output),
             "layers": self.layers,
             "sites": [
-                {"name": s.name, "layer": s.layer, "out_features": s.out_features, "in_features": s.in_features}
-                for s in self.sites
+                {
+                    "name": site.name,
+                    "layer": site.layer,
+                    "out_features": site.out_features,
+                    "in_features": site.in_features,
+                    "bits": self.specs[site.name].bits,
+                    "group_size": self.specs[site.name].group_size,
+                    "symmetric": self.specs[site.name].symmetric,
+                }
+                for site in self.sites
             ],
             "kept": self.kept,
             "notes": list(self.notes),
@@ -133,16 +149,15 @@ def make_plan(recipe: Recipe) -> Plan:
 
     problems = list(_misfits(streamed, checkpoint))
     notes: list[str] = []
-    sites, ignored = _apply_ignore(layout, recipe.ignore, problems)
-    group_size = _choose_group_size(recipe.group_size, sites, problems, notes) if sites else None
-    scale_dtype = _choose_scale_dtype(recipe, checkpoint, notes)
-    spec = QuantSpec(recipe.bits, group_size, recipe.symmetric, scale_dtype)
-    if not sites:
-        problems.append(f"nothing to quantize: {len(layout.sites)} linear layers found, all of them ignored")
+    grids = choose_grids(recipe, layout, _choose_scale_dtype(recipe, checkpoint), problems, notes)
+    activations = None if recipe.activation_bits is None else ActivationSpec(recipe.activation_bits)
+    if activations is not None:
+        unfit = [chosen.name for chosen in formats if not chosen.activations]
+        problems += [f"--format {name} cannot hold quantized activations; use compressed-tensors" for name in unfit]
     if not problems:
-        shapes = [SiteShape(s.name, s.out_features, s.in_features, s.kind) for s in sites]
+        shapes = [SiteShape(s.name, s.out_features, s.in_features, s.kind) for s in grids.sites]
         for chosen in formats:
-            problems += [f"{chosen.name}: {problem}" for problem in chosen.problems(spec, shapes)]
+            problems += [f"{chosen.name}: {problem}" for problem in chosen.problems(grids.specs, shapes)]
     if problems:
         raise PlanError(problems)
     if device != "cpu":
@@ -150,7 +165,8 @@ def make_plan(recipe: Recipe) -> Plan:
     _note_unusual(layout, notes)
     _note_unused(streamed, checkpoint, notes)
     _note_ties(streamed, notes)
-    notes += _split_fused(sites, ignored)
+    left = [site for site, _ in grids.left]
+    notes += split_fused(grids.sites, left)
     if "compressed-tensors" in recipe.formats and EXPERT in layout.kept.values():
         notes.append(
             "warning: transformers cannot open a compressed-tensors checkpoint whose experts stay in floating point; "
@@ -162,15 +178,17 @@ def make_plan(recipe: Recipe) -> Plan:
     return Plan(
         checkpoint=checkpoint,
         streamed=streamed,
-        spec=spec,
+        spec=grids.base,
+        specs=grids.specs,
+        activations=activations,
         solver=solver,
         options=options,
         formats=recipe.formats,
-        output=Path(recipe.output or default_output(recipe, group_size)),
-        sites=tuple(sites),
-        kept=layout.kept | {f"{site.module}.weight": "ignored by the recipe" for site in ignored},
+        output=Path(recipe.output or default_output(recipe, grids.base.group_size)),
+        sites=grids.sites,
+        kept=layout.kept | {f"{site.module}.weight": reason for site, reason in grids.left},
         kept_linears=tuple(
-            dict.fromkeys([*layout.kept_linears, *(name for site in ignored for name in (site.name, site.module))])
+            dict.fromkeys([*layout.kept_linears, *(name for site in left for name in (site.name, site.module))])
         ),
         notes=tuple(notes),
     )
@@ -213,85 +231,7 @@ def choose_device(name: str) -> str:
     return name
 
 
-def matches(pattern: str, name: str) -> bool:
-    """True when a site name fits a pattern: a shell pattern, or a regular expression after ``re:``."""
-    if pattern.startswith("re:"):
-        try:
-            return re.search(pattern[3:], name) is not None
-        except re.error as error:
-            raise UsageError(f"--ignore {pattern}: not a regular expression: {error}") from error
-    return fnmatch.fnmatchcase(name, pattern)
-
-
-def _apply_ignore(
-    layout: ModelLayout, patterns: Iterable[str], problems: list[str]
-) -> tuple[list[LinearSite], list[LinearSite]]:
-    ignored: set[str] = set()
-    everything = [site.name for site in layout.sites] + list(layout.kept_linears)
-    for pattern in patterns:
-        found = {name for name in everything if matches(pattern, name)}
-        if not found:
-            problems.append(
-                f"--ignore {pattern} matches no linear layer; names look like {everything[0] if everything else '-'}"
-            )
-        ignored |= found
-    sites = [site for site in layout.sites if site.name not in ignored]
-    return sites, [site for site in layout.sites if site.name in ignored]
-
-
-def _choose_group_size(asked: int | str, sites: list[LinearSite], problems: list[str], notes: list[str]) -> int | None:
-    """The group size in force; None is one scale a row. One that is given is obeyed or refused, never changed."""
-    widths = Counter(site.in_features for site in sites)
-    if asked == "auto":
-        fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
-        if fitting:
-            notes.append(f"group size {fitting[0]}: {_why_chosen(fitting[0], widths)}")
-            return fitting[0]
-        problems.append(
-            f"no group size of {', '.join(map(str, GROUP_SIZES))} divides every site's input width "
-            f"({', '.join(map(str, sorted(widths)))}). {_alternatives(widths)}"
-        )
-        return None
-    size = int(asked)
-    if size == -1:
-        return None
-    offending = [site for site in sites if site.in_features % size]
-    if offending:
-        lines = [f"  {line}" for line in _by_kind(offending)]
-        problems.append(
-            f"group size {size} does not divide the input width of {len(offending)} sites. {_alternatives(widths)}\n"
-            + "\n".join(lines)
-        )
-    return size
-
-
-def _by_kind(sites: list[LinearSite]) -> list[str]:
-    """Sites with their input width, one line for all that differ in the layer only."""
-    kinds: dict[tuple[str, int], list[int]] = {}
-    for site in sites:
-        kind = site.name.replace(f".{site.layer}.", ".*.", 1)
-        kinds.setdefault((kind, site.in_features), []).append(site.layer)
-    return [
-        f"{kind} ({len(layers)} layers, {layers[0]} to {layers[-1]}): {width} inputs"
-        for (kind, width), layers in kinds.items()
-    ]
-
-
-def _why_chosen(size: int, widths: Counter[int]) -> str:
-    larger = [s for s in GROUP_SIZES if s > size]
-    if not larger:
-        return "it divides every site's input width"
-    blockers = sorted(width for width in widths if width % larger[-1])
-    return f"{larger[-1]} does not divide an input width of {', '.join(map(str, blockers[:3]))}"
-
-
-def _alternatives(widths: Counter[int]) -> str:
-    fitting = [size for size in OFFERED_GROUP_SIZES if all(width % size == 0 for width in widths)]
-    offers = "".join(f" --group-size {size}," for size in fitting)
-    return f"These fit all sites:{offers} or --group-size -1 (one scale per output channel)."
-
-
-def _choose_scale_dtype(recipe: Recipe, checkpoint: Checkpoint, notes: list[str]) -> ScaleDtype:
+def _choose_scale_dtype(recipe: Recipe, checkpoint: Checkpoint) -> ScaleDtype:
     """Scales in the model's own 16-bit dtype; float32 models are served in float16, so float16 for them."""
     if recipe.scale_dtype != "auto":
         return recipe.scale_dtype
@@ -318,21 +258,6 @@ def _note_ties(streamed: StreamedModel, notes: list[str]) -> None:
             f"warning: config.json ties {', '.join(streamed.untied)}, but the checkpoint holds other values for it; "
             "both are kept, and servers differ in which one they use"
         )
-
-
-def _split_fused(sites: list[LinearSite], ignored: list[LinearSite]) -> Iterator[str]:
-    """Servers fuse some matrices and refuse a set of which only a part is quantized."""
-    left = {site.name for site in ignored}
-    for site in sites:
-        parent, _, leaf = site.name.rpartition(".")
-        for parts in FUSED:
-            split = [part for part in parts if f"{parent}.{part}" in left]
-            if leaf in parts and split:
-                yield (
-                    f"warning: {parent}.{split[0]} is ignored and {site.name} is not; vLLM and SGLang fuse "
-                    f"{', '.join(parts)} and refuse such a checkpoint: ignore all of them or none"
-                )
-                return
 
 
 def _note_unused(streamed: StreamedModel, checkpoint: Checkpoint, notes: list[str]) -> None:

@@ -66,7 +66,7 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
         yield from _already_published(recipe, plan, fingerprint, work)
         return
     _refuse_if_strict(recipe, plan.warnings + (calibration.warnings if calibration is not None else ()))
-    with Workspace.open(work, plan.spec, fingerprint | {"files": plan.checkpoint.file_times()}) as workspace:
+    with Workspace.open(work, fingerprint | {"files": plan.checkpoint.file_times()}) as workspace:
         done = workspace.done()
         workspace.reports()  # a damaged one is found before more work is done, not after
         notes = calibration.notes if calibration is not None else ()
@@ -194,6 +194,9 @@ def _fingerprint(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None)
         "group_size": plan.spec.group_size,
         "symmetric": plan.spec.symmetric,
         "scale_dtype": plan.spec.scale_dtype,
+        "rules": [rule.label() for rule in recipe.rules],
+        "specs": {name: spec.label() for name, spec in plan.specs.items() if spec != plan.spec},
+        "activation_bits": None if plan.activations is None else plan.activations.bits,
         "sequential": recipe.sequential,
         "formats": list(plan.formats),
         "max_shard_bytes": recipe.max_shard_bytes,
@@ -244,7 +247,7 @@ def _run_report(
         warnings = calibration.warnings + warnings
     return RunReport(
         method=plan.method,
-        spec_label=plan.spec.label(),
+        spec_label=plan.label,
         layers=layers,
         outputs=(),
         kept=plan.kept,
@@ -282,10 +285,11 @@ def _write(
 ) -> RunReport:
     """Write one export with its report; returns the report, with what was left behind in its notes."""
     facts = CheckpointFacts(
-        spec=plan.spec,
-        quantized=tuple(site.name for site in plan.sites),
+        specs=plan.specs,
         kept=plan.kept_linears,
         has_zero_zero=any(site.has_zero_zero for layer in report.layers for site in layer.sites),
+        modules={site.name: site.module for site in plan.sites if site.module != site.name},
+        activations=plan.activations,
     )
     skipped = write_checkpoint(directory, plan, workspace, load_format(name), facts, recipe.max_shard_bytes)
     if skipped:

@@ -23,18 +23,23 @@ def solve_sites(
     plan: Plan, sites: Sequence[LinearSite], modules: Mapping[str, nn.Module], group: InputGroup
 ) -> list[tuple[LinearSite, QuantizedWeight, SiteReport]]:
     """Solve the sites of one input group; the modules are not changed."""
+    specs = dict.fromkeys(plan.specs[site.name] for site in sites)
+    if len(specs) > 1:
+        apart = [[site for site in sites if plan.specs[site.name] == spec] for spec in specs]
+        return [result for own in apart for result in solve_sites(plan, own, modules, group)]
+    (spec,) = specs
     weights = [_weight(modules[site.module]) for site in sites]
     if len(sites) > 1 and sum(weight.numel() for weight in weights) > STACK_LIMIT_ELEMENTS:
         return [result for site in sites for result in solve_sites(plan, [site], modules, group)]
     stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
     gram = group.gram if group.tokens else None
     name = " + ".join(site.name for site in sites)
-    rtn, nearest = load_method("rtn"), WeightProblem(name, stacked, plan.spec, None, 0, {})
+    rtn, nearest = load_method("rtn"), WeightProblem(name, stacked, spec, None, 0, {})
     if gram is None and plan.solver.needs_gram:
         reason = f"{plan.method}: no calibration token reached it; rounded to nearest"
         solution = replace(rtn.solve(nearest), fallback=reason)
     else:
-        solution = plan.solver.solve(WeightProblem(name, stacked, plan.spec, gram, group.tokens, plan.options))
+        solution = plan.solver.solve(WeightProblem(name, stacked, spec, gram, group.tokens, plan.options))
     rounded = rtn.solve(nearest).quantized if gram is not None and plan.method != "rtn" else None
     results = []
     start = 0
@@ -42,7 +47,7 @@ def solve_sites(
         stop = start + weight.shape[0]
         own = solution.quantized.rows(start, stop)
         reference = rounded.rows(start, stop) if rounded is not None else None
-        results.append((site, own, _site_report(plan, site, weight, own, reference, group, solution)))
+        results.append((site, own, _site_report(site, weight, own, reference, group, solution)))
         start = stop
     return results
 
@@ -60,7 +65,6 @@ def _weight(module: nn.Module) -> torch.Tensor:
 
 
 def _site_report(
-    plan: Plan,
     site: LinearSite,
     weight: torch.Tensor,
     solved: QuantizedWeight,
@@ -68,20 +72,20 @@ def _site_report(
     group: InputGroup,
     solution: Solution,
 ) -> SiteReport:
-    gram = group.gram if group.tokens else None
+    gram, spec = group.gram if group.tokens else None, solved.spec
     return SiteReport(
         name=site.name,
         layer=site.layer,
         out_features=site.out_features,
         in_features=site.in_features,
-        bits=plan.spec.bits,
-        bits_per_weight=plan.spec.bits_per_weight(site.in_features),
+        bits=spec.bits,
+        bits_per_weight=spec.bits_per_weight(site.in_features),
         loss=None if gram is None else relative_proxy_loss(weight, solved.dequantize(), gram),
         rtn_loss=None if gram is None or rounded is None else relative_proxy_loss(weight, rounded.dequantize(), gram),
         damping=solution.damping,
         damping_steps=solution.damping_steps,
         dead_inputs=solution.dead_inputs,
         tokens=group.tokens,
-        has_zero_zero=not plan.spec.symmetric and bool((solved.zero == 0).any()),
+        has_zero_zero=not spec.symmetric and bool((solved.zero == 0).any()),
         fallback=solution.fallback,
     )

@@ -109,7 +109,8 @@ def _check_site(
         return [f"{name}: {error}"]
     problems = []
     described = (scheme.bits, scheme.group_size, scheme.symmetric)
-    wanted = (plan.spec.bits, plan.spec.group_size, plan.spec.symmetric)
+    spec = plan.specs[name]
+    wanted = (spec.bits, spec.group_size, spec.symmetric)
     if described != wanted:
         problems.append(f"{name}: config says {described} (bits, group size, symmetric), solved with {wanted}")
     if not torch.equal(decoded.codes, solved.codes):

@@ -1,6 +1,7 @@
 """Finished layers on disk, so that a run that dies can be carried on by giving the same command again.
 
-Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros),
+Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros; the grid of
+each site is in the metadata),
 ``layer-00012.json`` (its report; its presence means that the layer is done), ``hidden-00013.safetensors`` (the input of
 the next layer). Each file is written under a temporary name, flushed to the disk and renamed; the report comes last.
 """
@@ -12,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -35,13 +37,12 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 class Workspace:
     """The work directory of one run; hold it open with `with Workspace.open(...)`."""
 
-    def __init__(self, path: Path, spec: QuantSpec) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.spec = spec
 
     @staticmethod
     @contextmanager
-    def open(path: Path, spec: QuantSpec, fingerprint: Mapping[str, Any]) -> Iterator["Workspace"]:
+    def open(path: Path, fingerprint: Mapping[str, Any]) -> Iterator["Workspace"]:
         """Create the directory or continue in it; WorkspaceError when another process or another run owns it.
 
         A directory that no run has made is left alone: what is in it would be lost when the run has finished.
@@ -57,7 +58,7 @@ class Workspace:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise WorkspaceError(f"{path} is in use by another quantforge process") from error
-            workspace = Workspace(path, spec)
+            workspace = Workspace(path)
             workspace._check_fingerprint(json.loads(json.dumps(fingerprint)))
             for leftover in path.glob("*.tmp"):
                 leftover.unlink()
@@ -96,11 +97,12 @@ class Workspace:
         """Make one layer durable: tensors, then the next layer's input, then the report."""
         tensors: dict[str, torch.Tensor] = {}
         for name, weight in weights.items():
-            tensors[f"{name}.codes"] = pack_codes(weight.codes.cpu(), self.spec.bits, 1)
+            tensors[f"{name}.codes"] = pack_codes(weight.codes.cpu(), weight.spec.bits, 1)
             tensors[f"{name}.scale"] = weight.scale.cpu().contiguous()
-            if not self.spec.symmetric:
+            if not weight.spec.symmetric:
                 tensors[f"{name}.zero"] = weight.zero.cpu().contiguous()
-        write_atomically(self.path / f"layer-{layer:05d}.safetensors", save(tensors))
+        specs = {name: json.dumps(asdict(weight.spec), sort_keys=True) for name, weight in weights.items()}
+        write_atomically(self.path / f"layer-{layer:05d}.safetensors", save(tensors, specs))
         if hidden is not None:
             write_atomically(self._hidden_file(layer + 1), *_as_file(hidden))
         write_atomically(self.path / f"layer-{layer:05d}.json", json.dumps(report.to_json()).encode())
@@ -121,15 +123,16 @@ class Workspace:
         file = self.path / f"layer-{layer:05d}.safetensors"
         try:
             with safe_open(file, "pt") as tensors:
-                codes = unpack_codes(tensors.get_tensor(f"{name}.codes"), self.spec.bits, 1, in_features)
+                spec = QuantSpec(**json.loads((tensors.metadata() or {})[name]))
+                codes = unpack_codes(tensors.get_tensor(f"{name}.codes"), spec.bits, 1, in_features)
                 scale = tensors.get_tensor(f"{name}.scale").clone()
                 zero = (
-                    torch.full(scale.shape, self.spec.symmetric_zero, dtype=torch.uint8)
-                    if self.spec.symmetric
+                    torch.full(scale.shape, spec.symmetric_zero, dtype=torch.uint8)
+                    if spec.symmetric
                     else tensors.get_tensor(f"{name}.zero").clone()
                 )
-            return QuantizedWeight(self.spec, codes, scale, zero)
-        except (SafetensorError, OSError, ValueError, QuantforgeError) as error:
+            return QuantizedWeight(spec, codes, scale, zero)
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, QuantforgeError) as error:
             raise self._damaged(file, error) from error
 
     def hidden(self, layer: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ from quantforge.model.shards import DTYPE_NAMES, DTYPES, INDEX_FILE, SINGLE_FILE
 from quantforge.model.source import Checkpoint
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.workspace import Workspace, durable, sync_directory
+from quantforge.spec import QuantSpec
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"}
 REPLACED_FILES = {"config.json", "quantize_config.json"}
@@ -84,9 +85,9 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def _entries(plan: Plan, workspace: Workspace, chosen: Format, facts: CheckpointFacts) -> list[_Entry]:
-    """Every output tensor, in the source's order; sites of one shape are encoded once to learn their tensors."""
+    """Every output tensor, in the source's order; one site of each shape and grid is encoded to learn its tensors."""
     by_key = {f"{site.name}.weight": index for index, site in enumerate(plan.sites)}
-    layouts: dict[tuple[int, int], list[tuple[str, str, tuple[int, ...]]]] = {}
+    layouts: dict[tuple[int, int, QuantSpec], list[tuple[str, str, tuple[int, ...]]]] = {}
     entries: list[_Entry] = []
     seen: set[str] = set()
     for key, info in plan.checkpoint.tensors.items():
@@ -95,7 +96,7 @@ def _entries(plan: Plan, workspace: Workspace, chosen: Format, facts: Checkpoint
             entries.append(_Entry(key, info.dtype, info.shape, None))
             continue
         site = plan.sites[index]
-        shape = (site.out_features, site.in_features)
+        shape = (site.out_features, site.in_features, plan.specs[site.name])
         if shape not in layouts:
             encoded = _encode(index, plan, workspace, chosen, facts)
             layouts[shape] = [
