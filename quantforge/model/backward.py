@@ -184,4 +184,3 @@ def _require_finite(values: torch.Tensor, what: str) -> None:
     if not all_finite(values):
         bad = int((~torch.isfinite(values)).any(-1).sum())
         raise NumericsError(f"{what} is not finite for {bad} of {values[..., 0].numel()} tokens")
-

@@ -1,148 +1,108 @@
-"""Which unit gets how many bits: choices from measured prices and one limit. Pure arithmetic, nothing is loaded.
+"""Bits for every site from a budget: predicted losses, known costs, one choice; stored, so that it is made once."""
 
-A unit is a set of sites that must be alike, because servers fuse them into one matrix: q, k and v of a layer, gate and
-up, all experts of a layer. Every unit has a few options, each with a cost (what is limited) and a loss (what should be
-small); one is chosen for each unit, so that the costs stay within the limit and the losses add up to little.
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+from pathlib import Path
 
-This is the multiple-choice knapsack. On the lower convex hull of each unit's options, steps taken in the order of loss
-saved for cost added are optimal but for the last step that does not fit (Sinha and Zoltners, 1979); what is left of the
-limit is used up by single changes and by exchanges between two units, until none helps.
-"""
+import torch
 
-import math
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from quantforge.calibration import CalibrationSet
+from quantforge.errors import PlanError
+from quantforge.formats import load_format
+from quantforge.numerics.knapsack import Option, Options, bounds, choose_bits
+from quantforge.pipeline.budget import Cost, StoredBytes, Unit, code_bits, limit_of
+from quantforge.pipeline.plan import Plan
+from quantforge.pipeline.sensitivity import Predictions, predict_kl
+from quantforge.recipe import Recipe
+from quantforge.report import Allocating, Allocation, Event, UnitBits
 
-from quantforge.model.sites import LinearSite
-from quantforge.pipeline.plan import FUSED
-
-EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")
-SLACK = 1e-9
-"""Relative rounding allowed when sums of costs are compared with the limit."""
+PREDICTION_TOKENS = 4096
+"""Of the calibration tokens, the first so many (in whole sequences) are used."""
 
 
-@dataclass(frozen=True)
-class Option:
-    """One way to store a unit."""
+def allocate_plan(
+    recipe: Recipe, plan: Plan, calibration: CalibrationSet, directory: Path | None
+) -> Generator[Event, None, Allocation]:
+    """Choose bits for the units of a plan with a budget; `with_bits` puts them into the plan.
 
-    cost: float
-    loss: float
+    Args:
+        directory: where files of the size of the hidden states of all layers may be put for the time being; None keeps
+            those in memory.
 
-
-Options = Mapping[int, Option]
-"""What a unit may become, by bits."""
-
-
-def group_units(sites: Iterable[LinearSite]) -> dict[str, tuple[LinearSite, ...]]:
-    """Sites that must have one spec, under a name for tables such as ``model.layers.0.self_attn.q_proj+k_proj+v_proj``.
-
-    A part of a fused set whose other parts are ignored is a unit by itself.
+    Raises PlanError when no choice keeps the predicted KL below ``max_kl``.
     """
-    found: dict[str, list[LinearSite]] = {}
-    for site in sites:
-        parent, dot, leaf = site.name.rpartition(".")
-        fused = next((parts for parts in FUSED if leaf in parts), None)
-        expert = EXPERT.fullmatch(site.name)
-        key = expert[1] if expert else f"{parent}{dot}{'+'.join(fused)}" if fused else site.name
-        found.setdefault(key, []).append(site)
-    return {_label(key, members): tuple(members) for key, members in found.items()}
-
-
-def _label(key: str, members: Sequence[LinearSite]) -> str:
-    return members[0].name if len(members) == 1 else key
-
-
-def bounds(units: Mapping[str, Options]) -> tuple[float, float]:
-    """The smallest and the largest total cost that can be chosen."""
-    least = sum(min(option.cost for option in options.values()) for options in units.values())
-    return least, sum(max(option.cost for option in options.values()) for options in units.values())
-
-
-def choose_bits(units: Mapping[str, Options], limit: float) -> dict[str, int] | None:
-    """Bits for every unit with total cost at most `limit` and a small total loss; None when nothing costs so little.
-
-    The loss is at most that of the best choice plus that of the largest step between two neighbours on a hull, and at
-    most that of the same bits everywhere, where all units offer them and the limit allows them. Deterministic: ties go
-    to the unit and the bits that come first.
-    """
-    limit += SLACK * abs(limit)
-    hulls = {name: _hull(options) for name, options in units.items()}
-    best = {name: hull[0] for name, hull in hulls.items()}
-    if _total(units, best).cost > limit:
-        return None
-    spent = _total(units, best).cost
-    steps = [
-        (_slope(units[name][low], units[name][high]), number, place, name, high)
-        for number, (name, hull) in enumerate(hulls.items())
-        for place, (low, high) in enumerate(pairwise(hull))
-    ]
-    stopped: set[str] = set()
-    for _, _, _, name, high in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
-        added = units[name][high].cost - units[name][best[name]].cost
-        if name in stopped or spent + added > limit:
-            stopped.add(name)  # a hull is climbed step by step
-            continue
-        best[name], spent = high, spent + added
-    for bits in sorted({bits for options in units.values() for bits in options}):
-        if all(bits in options for options in units.values()):
-            uniform = dict.fromkeys(units, bits)
-            total = _total(units, uniform)
-            if total.cost <= limit and total.loss < _total(units, best).loss:
-                best = uniform
-    return _polish(units, best, limit)
-
-
-def _hull(options: Options) -> list[int]:
-    """Bits on the lower convex hull, cost rising and loss falling; the cheapest is always on it."""
-    hull: list[int] = []
-    for bits in sorted(options, key=lambda bits: (options[bits].cost, options[bits].loss)):
-        if hull and options[bits].loss >= options[hull[-1]].loss:
-            continue
-        while len(hull) > 1 and _slope(options[hull[-2]], options[hull[-1]]) <= _slope(
-            options[hull[-1]], options[bits]
-        ):
-            hull.pop()
-        hull.append(bits)
-    return hull
-
-
-def _slope(low: Option, high: Option) -> float:
-    """Loss saved for each unit of cost added."""
-    return (low.loss - high.loss) / (high.cost - low.cost) if high.cost > low.cost else math.inf
-
-
-def _total(units: Mapping[str, Options], bits: Mapping[str, int]) -> Option:
-    chosen = [units[name][bits[name]] for name in units]
-    return Option(sum(option.cost for option in chosen), math.fsum(option.loss for option in chosen))
-
-
-def _polish(units: Mapping[str, Options], bits: dict[str, int], limit: float) -> dict[str, int]:
-    """Take the single change or the exchange between two units that saves the most loss, until none is left."""
-    bits = dict(bits)
+    length = calibration.tokens.shape[1]
+    tokens = calibration.tokens[: max(1, PREDICTION_TOKENS // length)]
+    open_units = [unit for unit in plan.units if len(unit.bits) > 1 or recipe.max_kl is not None]
+    candidates = {
+        site.name: {bits: replace(plan.specs[site.name], bits=bits) for bits in unit.bits}
+        for unit in open_units
+        for site in unit.sites
+    }
+    steps = predict_kl(plan, tokens, candidates, directory)
     while True:
-        spare = limit - _total(units, bits).cost
-        moves = [
-            (option.cost - units[name][bits[name]].cost, units[name][bits[name]].loss - option.loss, name, other)
-            for name, options in units.items()
-            for other, option in options.items()
-            if other != bits[name]
-        ]  # (cost added, loss saved, unit, its new bits)
-        best, best_saved = [], SLACK * max(_total(units, bits).loss, 0)
-        savers = [move for move in moves if move[1] > 0]
-        payers = sorted((move for move in moves if move[0] < 0), key=lambda move: -move[1])
-        for added, saved, name, other in savers:
-            if saved <= best_saved:
-                continue
-            if added <= spare:
-                best, best_saved = [(name, other)], saved
-            for freed, lost, payer, lower in payers:  # from the one that loses least
-                if saved + lost <= best_saved:
-                    break
-                if payer != name and added + freed <= spare:
-                    best, best_saved = [(name, other), (payer, lower)], saved + lost
-                    break
-        if not best:
-            return bits
-        bits |= dict(best)
+        try:
+            done, total = next(steps)
+        except StopIteration as stop:
+            predicted: Predictions = stop.value
+            break
+        yield Allocating(done, total)
+    return choose(recipe, plan, predicted, int(tokens.numel()))
+
+
+def choose(recipe: Recipe, plan: Plan, predicted: Predictions, tokens: int) -> Allocation:
+    """The choice for given predictions of sites; a site without any costs nothing, whatever its bits."""
+    assert recipe.budget_label is not None
+    stored = StoredBytes([load_format(name) for name in plan.formats], plan.specs)
+    losses = {
+        unit.name: {bits: sum(predicted[s.name][bits] for s in unit.sites if s.name in predicted) for bits in unit.bits}
+        for unit in plan.units
+    }
+    cost: Cost = code_bits if recipe.avg_bits is not None else stored
+    units: dict[str, Options] = {}
+    for unit in plan.units:
+        pairs = {bits: (cost(unit, bits), losses[unit.name][bits]) for bits in unit.bits}
+        if recipe.max_kl is not None:  # the same problem with the two in each other's place
+            pairs = {bits: (loss, size) for bits, (size, loss) in pairs.items()}
+        units[unit.name] = {bits: Option(*pair) for bits, pair in pairs.items()}
+    chosen = choose_bits(units, limit_of(recipe, plan.units, plan.rest_bytes))
+    if chosen is None:
+        least, most = bounds(units)
+        raise PlanError(
+            [f"--max-kl {recipe.max_kl} cannot be met: the predicted KL lies between {least:.4g} and {most:.4g}"]
+        )
+    return _allocation(recipe.budget_label, plan.units, chosen, losses, stored, plan.rest_bytes, tokens)
+
+
+def _allocation(
+    budget: str,
+    units: tuple[Unit, ...],
+    chosen: Mapping[str, int],
+    losses: Mapping[str, Mapping[int, float]],
+    stored: StoredBytes,
+    rest_bytes: int,
+    tokens: int,
+) -> Allocation:
+    return Allocation(
+        budget=budget,
+        mean_bits=sum(unit.weights * chosen[unit.name] for unit in units) / sum(unit.weights for unit in units),
+        estimated_bytes=rest_bytes + round(sum(stored(unit, chosen[unit.name]) for unit in units)),
+        predicted_kl=sum(losses[unit.name][chosen[unit.name]] for unit in units),
+        tokens=tokens,
+        units=tuple(
+            UnitBits(
+                unit=unit.name,
+                sites=tuple(site.name for site in unit.sites),
+                weights=unit.weights,
+                bits=chosen[unit.name],
+                predicted_kl={str(bits): loss for bits, loss in losses[unit.name].items()},
+            )
+            for unit in units
+        ),
+    )
+
+
+def with_bits(plan: Plan, allocation: Allocation) -> Plan:
+    """The plan with the grids that were chosen."""
+    bits = {name: unit.bits for unit in allocation.units for name in unit.sites}
+    return replace(plan, specs={name: replace(spec, bits=bits[name]) for name, spec in plan.specs.items()})

@@ -1,7 +1,7 @@
 """What a run will do, decided from config.json and tensor headers before any weight is read; every problem at once."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from quantforge.model.shards import DTYPES
 from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
 from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.model.streamed import StreamedModel
+from quantforge.pipeline.budget import Unit, plan_units
 from quantforge.pipeline.grids import choose_grids, split_fused
 from quantforge.recipe import Recipe, default_output
 from quantforge.spec import ActivationSpec, QuantSpec, ScaleDtype, label_of
@@ -28,7 +29,8 @@ class Plan:
     Attributes:
         streamed: the model's skeleton over its checkpoint; no weights are loaded.
         spec: the recipe's own grid.
-        specs: the grid of each site, by its name.
+        specs: the grid of each site, by its name; where `units` have a choice, its bits are not settled yet.
+        units: with a budget, the sets of sites that get the same bits; else none.
         activations: the grid of the sites' inputs, None when they stay in floating point.
         sites: the sites to quantize.
         kept: parameter -> why it stays in floating point.
@@ -48,6 +50,7 @@ class Plan:
     kept: dict[str, str]
     kept_linears: tuple[str, ...]
     notes: tuple[str, ...]
+    units: tuple[Unit, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -88,11 +91,14 @@ class Plan:
         ) / max(1, self.weights)
 
     @property
+    def rest_bytes(self) -> int:
+        """Bytes of the tensors that are not quantized."""
+        return _rest_bytes(self.checkpoint, self.sites)
+
+    @property
     def estimated_bytes(self) -> int:
         """Tensor bytes of one export: quantized sites at their stored bits, everything else as it is."""
-        replaced = {f"{site.name}.weight" for site in self.sites}
-        rest = sum(info.total_bytes for key, info in self.checkpoint.tensors.items() if key not in replaced)
-        return rest + round(self.bits_per_weight * self.weights / 8)
+        return self.rest_bytes + round(self.bits_per_weight * self.weights / 8)
 
     def output_of(self, format_name: str) -> Path:
         """Where an export goes: the output directory itself, or with several formats a directory each inside it."""
@@ -124,6 +130,10 @@ class Plan:
                 }
                 for site in self.sites
             ],
+            "units": [
+                {"name": unit.name, "sites": [site.name for site in unit.sites], "bits": list(unit.bits)}
+                for unit in self.units
+            ],
             "kept": self.kept,
             "notes": list(self.notes),
             "source_bytes": self.source_bytes,
@@ -154,7 +164,14 @@ def make_plan(recipe: Recipe) -> Plan:
     if activations is not None:
         unfit = [chosen.name for chosen in formats if not chosen.activations]
         problems += [f"--format {name} cannot hold quantized activations; use compressed-tensors" for name in unfit]
-    if not problems:
+    checkpoint = replace(
+        checkpoint, tensors={k: v for k, v in checkpoint.tensors.items() if k not in streamed.duplicates}
+    )
+    units: tuple[Unit, ...] = ()
+    if not problems and recipe.budget is not None:
+        rest_bytes = _rest_bytes(checkpoint, grids.sites)
+        units = plan_units(recipe, grids.sites, grids.specs, formats, rest_bytes, problems, notes)
+    elif not problems:
         shapes = [SiteShape(s.name, s.out_features, s.in_features, s.kind) for s in grids.sites]
         for chosen in formats:
             problems += [f"{chosen.name}: {problem}" for problem in chosen.problems(grids.specs, shapes)]
@@ -172,9 +189,6 @@ def make_plan(recipe: Recipe) -> Plan:
             "warning: transformers cannot open a compressed-tensors checkpoint whose experts stay in floating point; "
             "--format gptq can be opened"
         )
-    checkpoint = replace(
-        checkpoint, tensors={k: v for k, v in checkpoint.tensors.items() if k not in streamed.duplicates}
-    )
     return Plan(
         checkpoint=checkpoint,
         streamed=streamed,
@@ -191,7 +205,13 @@ def make_plan(recipe: Recipe) -> Plan:
             dict.fromkeys([*layout.kept_linears, *(name for site in left for name in (site.name, site.module))])
         ),
         notes=tuple(notes),
+        units=units,
     )
+
+
+def _rest_bytes(checkpoint: Checkpoint, sites: Iterable[LinearSite]) -> int:
+    replaced = {f"{site.name}.weight" for site in sites}
+    return sum(info.total_bytes for key, info in checkpoint.tensors.items() if key not in replaced)
 
 
 def _misfits(streamed: StreamedModel, checkpoint: Checkpoint) -> Iterator[str]:

@@ -28,7 +28,7 @@ def solve_sites(
         apart = [[site for site in sites if plan.specs[site.name] == spec] for spec in specs]
         return [result for own in apart for result in solve_sites(plan, own, modules, group)]
     (spec,) = specs
-    weights = [_weight(modules[site.module]) for site in sites]
+    weights = [weight_of(modules[site.module]) for site in sites]
     if len(sites) > 1 and sum(weight.numel() for weight in weights) > STACK_LIMIT_ELEMENTS:
         return [result for site in sites for result in solve_sites(plan, [site], modules, group)]
     stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
@@ -58,7 +58,7 @@ def put_back(module: nn.Module, weight: QuantizedWeight) -> None:
     module.weight.data.copy_(dequantized.t() if is_conv1d(module) else dequantized)  # type: ignore[operator]
 
 
-def _weight(module: nn.Module) -> torch.Tensor:
+def weight_of(module: nn.Module) -> torch.Tensor:
     """The module's weight as [out, in]."""
     weight: torch.Tensor = module.weight.detach()  # type: ignore[operator]
     return weight.t().contiguous() if is_conv1d(module) else weight

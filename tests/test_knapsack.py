@@ -1,4 +1,4 @@
-"""Choosing bits for units: limits hold, nothing is worse than uniform bits, and small cases are solved to the optimum."""
+"""Choosing bits for units: limits hold, nothing beats it uniformly, and small cases are solved to the optimum."""
 
 import itertools
 import math
@@ -6,8 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantforge.model.sites import LinearSite
-from quantforge.pipeline.allocate import Option, bounds, choose_bits, group_units
+from quantforge.numerics.knapsack import Option, bounds, choose_bits
 
 BITS = (2, 3, 4, 8)
 Units = dict[str, dict[int, Option]]
@@ -110,27 +109,3 @@ def test_costs_and_losses_may_change_places() -> None:
     assert choose_bits(units, 0.19) == {"a": 3, "b": 4}
     assert choose_bits(units, 0.05) == {"a": 4, "b": 8}
     assert choose_bits(units, 0.0) == {"a": 8, "b": 8}
-
-
-def site(name: str, layer: int = 0) -> LinearSite:
-    return LinearSite(name, name, layer, 8, 8, "linear")
-
-
-def test_units_are_what_servers_fuse() -> None:
-    names = [
-        "m.0.self_attn.q_proj", "m.0.self_attn.k_proj", "m.0.self_attn.v_proj", "m.0.self_attn.o_proj",
-        "m.0.mlp.gate_proj", "m.0.mlp.up_proj", "m.0.mlp.down_proj",
-        "m.1.self_attn.q_proj",
-        "m.1.mlp.experts.0.w1", "m.1.mlp.experts.0.w2", "m.1.mlp.experts.11.w1", "m.1.mlp.shared.up_proj",
-    ]  # fmt: skip
-    units = group_units(map(site, names))
-    assert {name: len(members) for name, members in units.items()} == {
-        "m.0.self_attn.q_proj+k_proj+v_proj": 3,
-        "m.0.self_attn.o_proj": 1,
-        "m.0.mlp.gate_proj+up_proj": 2,
-        "m.0.mlp.down_proj": 1,
-        "m.1.self_attn.q_proj": 1,
-        "m.1.mlp.experts": 3,
-        "m.1.mlp.shared.up_proj": 1,
-    }
-    assert [member.name for members in units.values() for member in members] == names
