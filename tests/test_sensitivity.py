@@ -1,4 +1,4 @@
-"""Predicted KL of a site's quantization against the measured one, on a model whose predictions are as sharp as trained."""
+"""Predicted KL of a site's quantization against the measured one, on a model with sharp predictions."""
 
 import shutil
 from dataclasses import replace

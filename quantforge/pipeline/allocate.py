@@ -4,8 +4,6 @@ from collections.abc import Generator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from quantforge.calibration import CalibrationSet
 from quantforge.errors import PlanError
 from quantforge.formats import load_format
@@ -17,7 +15,8 @@ from quantforge.recipe import Recipe
 from quantforge.report import Allocating, Allocation, Event, UnitBits
 
 PREDICTION_TOKENS = 4096
-"""Of the calibration tokens, the first so many (in whole sequences) are used."""
+TOKENS_PER_INPUT = 2
+"""Of the calibration tokens, the first so many (in whole sequences) are used, and more for a wide input."""
 
 
 def allocate_plan(
@@ -31,8 +30,8 @@ def allocate_plan(
 
     Raises PlanError when no choice keeps the predicted KL below ``max_kl``.
     """
-    length = calibration.tokens.shape[1]
-    tokens = calibration.tokens[: max(1, PREDICTION_TOKENS // length)]
+    wanted = max(PREDICTION_TOKENS, TOKENS_PER_INPUT * max(site.in_features for site in plan.sites))
+    tokens = calibration.tokens[: -(-wanted // calibration.tokens.shape[1])]
     open_units = [unit for unit in plan.units if len(unit.bits) > 1 or recipe.max_kl is not None]
     candidates = {
         site.name: {bits: replace(plan.specs[site.name], bits=bits) for bits in unit.bits}

@@ -69,9 +69,6 @@ def plan_units(
         rest_bytes: bytes of the tensors that are not quantized.
     """
     assert recipe.budget is not None
-    if recipe.activation_bits is not None:
-        problems.append(f"activation_bits {recipe.activation_bits} needs 8-bit weights: there is nothing to choose")
-        return ()
     candidates = _supported(recipe, sites, specs, formats, problems, notes)
     if problems:
         return ()

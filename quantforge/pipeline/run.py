@@ -29,9 +29,9 @@ from quantforge.pipeline.writer import sync_tree, write_checkpoint, write_json
 from quantforge.quantized import QuantizedWeight
 from quantforge.recipe import Recipe
 from quantforge.report import (
-    Assembling,
     Allocated,
     Allocation,
+    Assembling,
     Event,
     LayerDone,
     LayerReport,

@@ -5,9 +5,12 @@ and E the error of its weight, quantizing the site changes what the model predic
 
     KL(model || quantized) per token = 1/2 mean_t (g_t . E x_t)^2
 
-because the Fisher information is the curvature of KL. The errors are those that the run's own method makes. What the
-errors of several sites do to each other, and those of one site at several tokens of a sequence, is left out, so that
-predictions can be added up; for that they come out somewhat too low (docs/allocation.md has measurements).
+because the Fisher information is the curvature of KL. The errors are those that the run's own method makes, corrected
+for having been fitted to the few tokens that they are judged by: with n tokens and a gram of p inputs, a fit looks better
+than it is by about 1 - p / n, as the residuals of a regression do.
+
+What the errors of several sites do to each other, and those of one site at several tokens of a sequence, is left out, so
+that predictions can be added up (docs/allocation.md compares them with measurements).
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -27,6 +30,9 @@ from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
 
 SEED = 0
+LARGEST_FIT = 0.75
+"""p / n is not corrected for beyond this: the correction diverges at 1."""
+
 ROUNDED_FROM_BITS = 8
 """From here on rounding to nearest stands in for the method: what either loses is next to nothing."""
 
@@ -53,6 +59,7 @@ def predict_kl(
     predicted: Predictions = {site.name: dict.fromkeys(candidates[site.name], 0.0) for site in sites}
     names = {site.module: site.name for site in sites}
     solved: dict[str, tuple[nn.Module, dict[int, QuantizedWeight]]] = {}  # by module, of one layer
+    seen_share: dict[str, float] = {}  # by module, what is left of the error of a method that fits its gram
 
     def before_layer(run: StreamedPass, index: int) -> None:
         solved.clear()
@@ -63,6 +70,7 @@ def predict_kl(
                 members = [own[name] for name in group.names]
                 for site, weights in _solve(plan, members, modules, group, candidates):
                     solved[site.module] = (modules[site.module], weights)
+                    seen_share[site.module] = 1 - min(LARGEST_FIT, site.in_features / group.tokens)
 
     def on_site(seen: SiteGradient) -> None:
         module, weights = solved[seen.module]
@@ -70,7 +78,9 @@ def predict_kl(
         for bits, quantized in weights.items():
             error = weight - quantized.dequantize().to(weight.dtype)
             changes = ((seen.inputs @ error.t()) * seen.gradient).sum(1, dtype=torch.float64)  # [rows], of the loss
-            predicted[names[seen.module]][bits] += float(changes.square().sum()) / (2 * tokens.numel())
+            fitted = plan.solver.needs_gram and bits < ROUNDED_FROM_BITS
+            share = seen_share[seen.module] if fitted else 1.0
+            predicted[names[seen.module]][bits] += float(changes.square().sum()) / (2 * tokens.numel() * share)
 
     yield from backward(
         plan.streamed,

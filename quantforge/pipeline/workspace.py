@@ -2,8 +2,8 @@
 
 Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros; the grid of
 each site is in the metadata), ``layer-00012.json`` (its report; its presence means that the layer is done),
-``hidden-00013.safetensors`` (the input of the next layer), ``allocation.json`` (the bits chosen for a budget). Each file
-is written under a temporary name, flushed to the disk and renamed; the report comes last.
+``hidden-00013.safetensors`` (the input of the next layer), ``allocation.json`` (the bits chosen for a budget). Each
+file is written under a temporary name, flushed to the disk and renamed; the report comes last.
 """
 
 import errno
