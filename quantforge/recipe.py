@@ -17,23 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from quantforge.errors import UsageError
 from quantforge.rules import BITS_HELP, Rule, checked_bits, checked_group_size, explain_rule, is_rules, nearest_field
+from quantforge.sizes import parse_size
 
 OptionValue = bool | int | float | str
-
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
-_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
-
-
-def parse_size(size: str | int) -> int:
-    """Bytes in a size such as ``5GB`` (10^9), ``500 MiB`` (2^20) or ``1000``; raises UsageError on anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    unit = _UNITS.get(found[2].upper()) if found else None
-    size_bytes = int(float(found[1]) * unit) if found and unit else 0
-    if size_bytes < 1:
-        raise UsageError(f"a size is a positive number with a unit, such as 5GB or 500MiB; got {size!r}")
-    return size_bytes
-
 
 BUDGETS = ("avg_bits", "fit", "max_kl")
 """Settings of which at most one may be given, in place of `bits`."""

@@ -2,13 +2,17 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_pipeline import FakePlan, run_of
 from test_pipeline import contents, finish, recipe_for, text
 
+from quantforge.cli import main
+from quantforge.cli.ui import Ui
 from quantforge.errors import PlanError, UsageError
 from quantforge.model.sites import LinearSite
 from quantforge.pipeline import run as run_module
@@ -18,8 +22,8 @@ from quantforge.pipeline.describe import describe_checkpoint
 from quantforge.pipeline.grids import unequal_fused
 from quantforge.pipeline.plan import Plan, make_plan
 from quantforge.pipeline.run import quantize
-from quantforge.recipe import Recipe
-from quantforge.report import Allocated, Allocating, Allocation, Event, LayerDone, RunFinished
+from quantforge.recipe import Recipe, ResolvedRecipe, load_recipe, read_recipe
+from quantforge.report import Allocated, Allocating, Allocation, Event, LayerDone, RunFinished, UnitBits
 from quantforge.rules import Rule
 
 __all__ = ["text"]  # a fixture
@@ -153,15 +157,11 @@ def test_a_kl_out_of_reach_is_refused_with_what_can_be_reached(tiny_llama: Path)
     ],
 )
 def test_contradictions_are_told(settings: dict[str, Any], message: str) -> None:
-    from quantforge.recipe import read_recipe
-
     with pytest.raises(UsageError, match=message):
         read_recipe(None, {"model": "m", **settings})
 
 
 def test_a_flag_takes_the_place_of_the_files_bits_or_budget(tmp_path: Path) -> None:
-    from quantforge.recipe import load_recipe
-
     (tmp_path / "bits.yaml").write_text("model: m\nbits: 3\n")
     (tmp_path / "budget.yaml").write_text("model: m\ntarget_bits: 3.5\n")
     assert load_recipe(tmp_path / "bits.yaml", {"fit": "90MB"}).budget_label == "fit 90MB"
@@ -250,3 +250,60 @@ def test_the_global_random_state_is_left_alone(tiny_llama: Path, text: Path, tmp
     state = torch.get_rng_state()
     finish(recipe_for(tiny_llama, tmp_path / "out", text, avg_bits=3.5))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+# ------------------------------------------------------------------------------------------------ command line
+
+
+def test_flags_of_a_budget_reach_the_plan_and_a_dry_run_says_what_is_open(
+    tiny_llama: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["quantize", str(tiny_llama), "--group-size", "64", "--candidate-bits", "3,4", "--dry-run"]
+    assert main([*argv, "--avg-bits", "3.5"]) == 0
+    shown = capsys.readouterr().out
+    assert "gptq, bits to be chosen from 3, 4, group 64, symmetric" in shown
+    assert "depends on the bits, which are chosen for 8 units by what the weights say (avg_bits 3.5)" in shown
+    assert "tiny-llama-w3.5g64-gptq" in shown
+    assert main([*argv, "--max-kl", "0.1", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)["plan"]
+    assert plan["estimated_bytes"] is None and len(plan["units"]) == 8
+    assert plan["units"][0]["bits"] == [3, 4] and len(plan["units"][0]["sites"]) == 3
+    assert main([*argv, "--fit", "1MB", "--avg-bits", "3.5"]) == 2
+    assert "fit are budgets, and there can be only one" in capsys.readouterr().err
+    assert main([*argv, "--avg-bits", "2.5"]) == 1
+    assert "with 3, 4 bits there is 3 to 4 bits a weight" in capsys.readouterr().err
+    assert main([*argv[:-2], "3;4", "--avg-bits", "3.5"]) == 2
+    assert "--candidate-bits takes numbers such as 3,4,8; got '3;4'" in capsys.readouterr().err
+
+
+def test_progress_and_the_table_of_bits_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    units = tuple(
+        UnitBits(f"model.layers.{layer}.mlp.{leaf}", (f"model.layers.{layer}.mlp.{leaf}",), 100, bits, {})
+        for leaf, widths in (("down_proj", (4, 4, 8)), ("gate_proj+up_proj", (3, 4, 3)))
+        for layer, bits in enumerate(widths)
+    )
+    allocation = Allocation("avg_bits 4.5", 4.333, 1_500_000, 0.01234, 4096, units)
+
+    def events() -> Iterator[Event]:
+        for done in range(1, 11):
+            yield Allocating(done, 10)
+        yield Allocated(allocation)
+        *first, last = run_of()
+        yield from first
+        yield RunFinished(replace(last.report, allocation=allocation))
+
+    ui = Ui()
+    report = ui.follow(events())
+    shown = capsys.readouterr().err.splitlines()
+    assert [line for line in shown if line.startswith("choosing bits: ")] == [
+        f"choosing bits: {percent}% of a pass forward and backward" for percent in (10, 20, 40, 60, 80, 100)
+    ]
+    summary = "4.333 bits a weight without scales, 1.5 MB, predicted KL 0.01234 nats a token"
+    assert f"bits chosen for avg_bits 4.5: {summary}" in shown
+    recipe = ResolvedRecipe(Recipe(model="m", avg_bits=4.5), ())
+    ui.report(recipe, FakePlan(), report)  # type: ignore[arg-type]
+    out = capsys.readouterr().out
+    assert f"bits        avg_bits 4.5: {summary}" in out
+    table = [line.split() for line in out.splitlines() if "proj" in line or line.startswith("units")]
+    assert table[0] == ["units", "3", "bits", "4", "bits", "8", "bits"]
+    assert ["down_proj", "-", "2", "1"] in table and ["gate_proj+up_proj", "2", "1", "-"] in table

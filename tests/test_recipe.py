@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantforge.errors import UsageError
-from quantforge.recipe import Recipe, default_output, load_recipe, parse_scalar, parse_size, read_recipe
+from quantforge.recipe import Recipe, default_output, load_recipe, parse_scalar, read_recipe
+from quantforge.sizes import parse_size
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 

@@ -351,12 +351,11 @@ def _document(resolved: ResolvedRecipe, plan: "Plan", report: events.RunReport |
 
 
 def _planned_size(resolved: ResolvedRecipe, plan: "Plan") -> str:
-    if resolved.recipe.budget is None:
+    if plan.settled:
         return _sizes(plan.source_bytes, plan.estimated_bytes, plan.bits_per_weight) + " (estimated)"
-    candidates = ", ".join(map(str, sorted({bits for unit in plan.units for bits in unit.bits})))
     return (
-        f"to be settled: {len(plan.units)} units get {candidates} bits each for {resolved.recipe.budget_label}, "
-        "which needs the weights"
+        f"{megabytes(plan.source_bytes)} -> depends on the bits, which are chosen for {len(plan.units)} units by what "
+        f"the weights say ({resolved.recipe.budget_label})"
     )
 
 

@@ -104,4 +104,8 @@ def _allocation(
 def with_bits(plan: Plan, allocation: Allocation) -> Plan:
     """The plan with the grids that were chosen."""
     bits = {name: unit.bits for unit in allocation.units for name in unit.sites}
-    return replace(plan, specs={name: replace(spec, bits=bits[name]) for name, spec in plan.specs.items()})
+    return replace(
+        plan,
+        specs={name: replace(spec, bits=bits[name]) for name, spec in plan.specs.items()},
+        units=tuple(replace(unit, bits=(bits[unit.sites[0].name],)) for unit in plan.units),
+    )

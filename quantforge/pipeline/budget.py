@@ -11,7 +11,8 @@ from quantforge.model.sites import LinearSite
 from quantforge.numerics.knapsack import Option, bounds
 from quantforge.pipeline.grids import FUSED, matches
 from quantforge.quantized import SCALE_DTYPES, QuantizedWeight
-from quantforge.recipe import Recipe, parse_size
+from quantforge.recipe import Recipe
+from quantforge.sizes import parse_size
 from quantforge.spec import QuantSpec
 
 CANDIDATES = (3, 4, 8)

@@ -78,8 +78,16 @@ class Plan:
         return sum(site.out_features * site.in_features for site in self.sites)
 
     @property
+    def settled(self) -> bool:
+        """False while bits are still to be chosen for a budget; estimates of sizes then mean nothing."""
+        return all(len(unit.bits) == 1 for unit in self.units)
+
+    @property
     def label(self) -> str:
         """All grids in words, with the number of sites of each when there are several."""
+        if not self.settled:
+            candidates = ", ".join(map(str, sorted({bits for unit in self.units for bits in unit.bits})))
+            return f"bits to be chosen from {candidates}, {self.spec.label().partition(', ')[2]}"
         return label_of(self.specs.values(), self.activations)
 
     @property
@@ -124,7 +132,7 @@ class Plan:
                     "layer": site.layer,
                     "out_features": site.out_features,
                     "in_features": site.in_features,
-                    "bits": self.specs[site.name].bits,
+                    "bits": self.specs[site.name].bits if self.settled else None,
                     "group_size": self.specs[site.name].group_size,
                     "symmetric": self.specs[site.name].symmetric,
                 }
@@ -137,8 +145,8 @@ class Plan:
             "kept": self.kept,
             "notes": list(self.notes),
             "source_bytes": self.source_bytes,
-            "estimated_bytes": self.estimated_bytes,
-            "bits_per_weight": self.bits_per_weight,
+            "estimated_bytes": self.estimated_bytes if self.settled else None,
+            "bits_per_weight": self.bits_per_weight if self.settled else None,
         }
 
 

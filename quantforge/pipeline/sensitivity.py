@@ -6,11 +6,11 @@ and E the error of its weight, quantizing the site changes what the model predic
     KL(model || quantized) per token = 1/2 mean_t (g_t . E x_t)^2
 
 because the Fisher information is the curvature of KL. The errors are those that the run's own method makes, corrected
-for having been fitted to the few tokens that they are judged by: with n tokens and a gram of p inputs, a fit looks better
-than it is by about 1 - p / n, as the residuals of a regression do.
+for having been fitted to the few tokens that they are judged by: with n tokens and a gram of p inputs, a fit looks
+better than it is by about 1 - p / n, as the residuals of a regression do.
 
-What the errors of several sites do to each other, and those of one site at several tokens of a sequence, is left out, so
-that predictions can be added up (docs/allocation.md compares them with measurements).
+What the errors of several sites do to each other, and those of one site at several tokens of a sequence, is left out,
+so that predictions can be added up (docs/allocation.md compares them with measurements).
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
