@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quantforge.pipeline.run import quantize
     from quantforge.pipeline.score import evaluate_checkpoint
     from quantforge.recipe import Recipe, load_recipe
+    from quantforge.rules import Rule
 
 try:
     __version__ = version("quantforge-llm")
@@ -32,6 +33,7 @@ except PackageNotFoundError:  # running from a source tree that was never instal
 __all__ = [
     "QuantforgeError",
     "Recipe",
+    "Rule",
     "__version__",
     "describe_checkpoint",
     "evaluate_checkpoint",
@@ -43,6 +45,7 @@ __all__ = [
 _HOMES = {
     "QuantforgeError": "errors",
     "Recipe": "recipe",
+    "Rule": "rules",
     "describe_checkpoint": "pipeline.describe",
     "evaluate_checkpoint": "pipeline.score",
     "load_recipe": "recipe",

@@ -22,14 +22,17 @@ LIMIT = 1e-3
 def expect(checkpoint: str, file: str) -> None:
     from pathlib import Path
 
+    from quantforge.model.activations import stored_activations
     from quantforge.model.packed import open_any
     from quantforge.model.streamed import StreamedModel
     from quantforge.model.tokenizer import load_tokenizer
 
     tokens = load_tokenizer(Path(checkpoint))(TEXT, return_tensors="pt").input_ids
-    run = StreamedModel(open_any(checkpoint)).begin(tokens)
-    run.run_all()
-    torch.save({"tokens": tokens, "logits": run.logits(0)}, file)
+    streamed = StreamedModel(open_any(checkpoint))
+    with stored_activations(streamed):
+        run = streamed.begin(tokens)
+        run.run_all()
+        torch.save({"tokens": tokens, "logits": run.logits(0)}, file)
 
 
 def load(checkpoint: str, file: str) -> None:

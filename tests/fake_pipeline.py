@@ -9,6 +9,7 @@ from typing import Any
 from quantforge import report as events
 from quantforge.evaluate.divergence import Divergence, EvalResult
 from quantforge.recipe import Recipe
+from quantforge.spec import QuantSpec
 
 PROTOCOL = "classic-ppl/2048 (rows joined by \\n\\n, one tokenization, 4 of 141 windows)"
 
@@ -44,6 +45,7 @@ def run_of(layers: int = 2, done: int = 0, **changes: Any) -> Iterator[events.Ev
 class FakePlan:
     model_type: str = "llama"
     label: str = "4 bits, group 64, symmetric"
+    specs: dict[str, QuantSpec] = field(default_factory=lambda: {site(n).name: QuantSpec(4, 64) for n in range(2)})
     method: str = "gptq"
     formats: tuple[str, ...] = ("compressed-tensors",)
     output: Path = Path("out")

@@ -8,17 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from fake_pipeline import PROTOCOL, Pipeline, raising, run_of
+from fake_pipeline import PROTOCOL, FakePlan, Pipeline, raising, run_of
 
 from quantforge import report as events
 from quantforge.cli import main
 from quantforge.errors import PlanError, VerifyError
 from quantforge.evaluate.divergence import Divergence
 from quantforge.recipe import Recipe
+from quantforge.rules import Rule
+from quantforge.spec import QuantSpec
 
 ROOT = Path(__file__).parent.parent
 
@@ -88,6 +91,33 @@ def test_flags_reach_the_recipe_and_only_those_given(pipeline: Pipeline, tmp_pat
     assert (recipe.calibration.nsamples, recipe.calibration.seqlen, recipe.calibration.bos) == (5, 512, "never")
 
 
+def test_rules_and_activations_reach_the_recipe_in_order(pipeline: Pipeline) -> None:
+    argv = ["--rule", "*.down_proj=bits:8,group_size:-1", "--rule", "re:a=b=skip", "--rule", "x=symmetric:false"]
+    assert main(["quantize", "m", *argv, "--activation-bits", "8"]) == 0
+    assert pipeline.recipe is not None and pipeline.recipe.activation_bits == 8
+    assert pipeline.recipe.rules == (
+        Rule(match="*.down_proj", bits=8, group_size=-1),
+        Rule(match="re:a=b", skip=True),
+        Rule(match="x", symmetric=False),
+    )
+
+
+def test_a_dry_run_tells_the_grid_of_each_kind_of_site_when_they_differ(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", "m", "--dry-run"]) == 0
+    assert "site    count  out x in\nq_proj  2      8 x 16\n" in capsys.readouterr().out
+    names = [site.name for site in FakePlan().sites]
+    specs = {names[0]: QuantSpec(8, None), names[1]: QuantSpec(4, 64)}
+    monkeypatch.setattr(sys.modules["quantforge.pipeline.plan"], "make_plan", lambda recipe: FakePlan(specs=specs))
+    assert main(["quantize", "m", "--dry-run"]) == 0
+    assert capsys.readouterr().out.splitlines()[5:8] == [
+        "site    count  out x in  grid",
+        "q_proj  1      8 x 16    8 bits, per channel, symmetric",
+        "q_proj  1      8 x 16    4 bits, group 64, symmetric",
+    ]
+
+
 def test_no_flags_is_the_default_recipe(pipeline: Pipeline) -> None:
     assert main(["quantize", "m"]) == 0
     assert pipeline.recipe == Recipe(model="m")
@@ -105,6 +135,10 @@ def test_symmetry_flags(pipeline: Pipeline, flag: str, value: bool) -> None:
         (["--bits", "5"], "command line: bits must be one of 2, 3, 4, 8; got 5"),
         (["--group-size", "many"], "group_size must be auto, a positive integer"),
         (["--option", "damping"], "--option takes KEY=VALUE"),
+        (["--rule", "*.down_proj"], "--rule takes PATTERN=bits:8,group_size:64 or PATTERN=skip; got '*.down_proj'"),
+        (["--rule", "a=bit:8"], "command line: unknown key 'rules[0].bit'; did you mean 'bits'?"),
+        (["--rule", "a=bits:5"], "command line: rules[0].bits must be one of 2, 3, 4, 8; got 5"),
+        (["--activation-bits", "4"], "activation_bits must be 8, or null for floating point; got 4"),
         (["--recipe", "none.yaml"], "cannot read the recipe none.yaml"),
     ],
 )
@@ -305,6 +339,17 @@ def test_the_data_set_of_the_help_is_one_the_evaluation_understands(capsys: pyte
     words = capsys.readouterr().out.split()
     given = [word for word in words if "wikitext" in word]
     assert [parse_dataset(word) for word in given] == [("Salesforce/wikitext", "wikitext-2-raw-v1", "test")]
+
+
+def test_an_evaluation_with_quantized_activations_says_so_in_the_table_and_in_json(
+    pipeline: Pipeline, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = replace(pipeline.evaluate_checkpoint("q", progress=lambda *_: None), activations="8-bit, at 3 sites")
+    monkeypatch.setattr(sys.modules["quantforge.pipeline.score"], "evaluate_checkpoint", lambda *_, **__: result)
+    assert main(["eval", "q", "--text", text]) == 0
+    assert "activations quantized: 8-bit, at 3 sites\n" in capsys.readouterr().out
+    assert main(["eval", "q", "--text", text, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["activations"] == "8-bit, at 3 sites"
 
 
 def test_an_evaluation_without_a_reference_prints_no_distance(

@@ -15,7 +15,7 @@ from random_grids import shared_folder
 from safetensors.torch import load_file
 
 from quantforge.errors import SourceError
-from quantforge.readers import DecodedWeight, Reader, Scheme, load_reader
+from quantforge.readers import ActivationScheme, DecodedWeight, Reader, Scheme, load_reader
 
 FOREIGN = shared_folder() / "foreign"
 pytestmark = pytest.mark.skipif(
@@ -83,7 +83,7 @@ def test_exactly_the_quantized_sites_are_found(name: str) -> None:
         ("gptqmodel-gptq-asym", Scheme(4, 64, False, "gptq")),
         ("autoround-auto_round", Scheme(4, 64, True, "gptq")),
         ("llmcompressor-gptq-asym", Scheme(4, 64, False, "pack-quantized")),
-        (INT8, Scheme(8, None, True, "int-quantized")),
+        (INT8, Scheme(8, None, True, "int-quantized", ActivationScheme(8, "int", "token", True, True))),
     ],
 )
 def test_schemes_are_what_the_tools_were_asked_for(name: str, expected: Scheme) -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from quantforge.errors import UsageError
 from quantforge.recipe import Recipe, default_output, load_recipe, parse_scalar, read_recipe
+from quantforge.rules import Rule, parse_rule
 from quantforge.sizes import parse_size
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
@@ -133,6 +134,97 @@ def test_one_setting_under_two_names_is_refused(tmp_path: Path) -> None:
     assert "'bits' and 'wbits' both set bits; keep one" in message
 
 
+def test_rules_are_read_in_order_with_names_from_other_tools(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        r"""rules:
+  - {match: "*.down_proj", wbits: 8, q_group_size: -1}
+  - {match: 're:layers\.(0|29)\.', skip: true}
+  - {match: "*", zero_point: true}
+""",
+    )
+    resolved = read_recipe(path, {"model": "m"})
+    assert resolved.recipe.rules == (
+        Rule(match="*.down_proj", bits=8, group_size=-1),
+        Rule(match=r"re:layers\.(0|29)\.", skip=True),
+        Rule(match="*", symmetric=False),
+    )
+    assert f"{path}: rules[0].wbits is read as bits: 8" in resolved.notes
+    assert f"{path}: rules[2].zero_point is read as symmetric: False" in resolved.notes
+
+
+def test_one_rule_alone_needs_no_list_and_rules_of_flags_take_the_place_of_the_files(tmp_path: Path) -> None:
+    path = written(tmp_path, "rules: {match: a, bits: 8}\n")
+    assert load_recipe(path, {"model": "m"}).rules == (Rule(match="a", bits=8),)
+    assert load_recipe(path, {"model": "m", "rules": [{"match": "b", "bits": 3}]}).rules == (Rule(match="b", bits=3),)
+
+
+def test_every_problem_of_rules_is_told_with_its_place(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        """rules:
+  - {match: a, bitz: 8, colour: red}
+  - {bits: 5, group_size: 0, symmetric: 1}
+  - {match: b, bits: 8, skip: true}
+  - {match: c, wbits: 8, bits: 4}
+""",
+    )
+    message = refusal(path)
+    for expected in (
+        "r.yaml: unknown key 'rules[0].bitz'; did you mean 'bits'?",
+        "r.yaml: unknown key 'rules[0].colour'; known keys: match, bits, group_size, symmetric, skip",
+        "r.yaml: rules[1].match must be a pattern of site names; it is missing",
+        "r.yaml: rules[1].bits must be one of 2, 3, 4, 8; got 5",
+        "r.yaml: rules[1].group_size must be a positive integer, or -1 for one scale per output channel; got 0",
+        "r.yaml: rules[1].symmetric must be true or false; got 1",
+        "r.yaml: rules[2].skip must be true or false, and alone beside match when it is true; got True",
+        "r.yaml: rules[3] sets bits twice; keep one",
+    ):
+        assert expected in message, expected
+    assert len(message.splitlines()) == 8
+
+
+@pytest.mark.parametrize("text", ["rules: [a]", "rules: 3", "rules: {a: 3}"])
+def test_rules_that_are_no_mappings_are_refused(tmp_path: Path, text: str) -> None:
+    assert "rules" in refusal(written(tmp_path, text)) and "pydantic" not in refusal(written(tmp_path, text))
+
+
+def test_a_key_that_a_rule_repeats_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = written(tmp_path, "rules:\n  - match: a\n    bits: 4\n    bits: 8\n")
+    assert "line 4: key 'bits' is given twice" in refusal(path)
+
+
+@pytest.mark.parametrize("value", [4, 16, True, "8"])
+def test_activations_of_other_widths_are_refused(value: Any) -> None:
+    assert "activation_bits must be 8, or null for floating point" in refusal(None, activation_bits=value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("*.down_proj=bits:8,group_size:64", {"match": "*.down_proj", "bits": "8", "group_size": "64"}),
+        ("re:(?=x)y= skip", {"match": "re:(?=x)y", "skip": "true"}),
+        ("a=symmetric:false", {"match": "a", "symmetric": "false"}),
+    ],
+)
+def test_a_rule_in_one_string_is_a_pattern_and_settings(text: str, expected: dict[str, str]) -> None:
+    assert parse_rule(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "a=", "=skip", "a=bits", "a=bits:", "a=8", "a=bits:8,bits:4", "a=skip,bits:8"]
+)
+def test_a_rule_in_one_string_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="--rule"):
+        parse_rule(text)
+
+
+def test_outputs_of_mixed_and_of_w8a8_runs_have_names_of_their_own() -> None:
+    rule = Rule(match="a", bits=8)
+    assert default_output(Recipe(model="m", rules=(rule,)), 64) == "m-w4g64-mixed-gptq"
+    assert default_output(Recipe(model="m", bits=8, activation_bits=8, rules=(rule,)), None) == "m-w8a8-mixed-gptq"
+
+
 def test_a_key_given_twice_is_refused_with_its_line(tmp_path: Path) -> None:
     assert "line 3: key 'bits' is given twice" in refusal(written(tmp_path, "bits: 4\nmethod: rtn\nbits: 3\n"))
 
@@ -163,6 +255,10 @@ def test_a_recipe_is_frozen() -> None:
     options=st.dictionaries(
         st.sampled_from(["damping", "act_order", "name"]), st.booleans() | st.floats(0, 1), max_size=3
     ),
+    rules=st.lists(
+        st.sampled_from([{"match": "a", "bits": 8}, {"match": "re:b", "skip": True}, {"match": "*", "group_size": -1}])
+    ),
+    activation_bits=st.sampled_from([None, 8]),
     nsamples=st.integers(1, 10**6),
 )
 def test_the_settings_kept_beside_the_weights_read_back_equal(
@@ -232,4 +328,6 @@ def test_the_default_output_says_model_and_grid(model: str, group_size: int | No
 def test_every_shipped_recipe_loads_without_remarks(path: Path) -> None:
     resolved = read_recipe(path, {"model": "m"})
     assert resolved.notes == ()
-    assert f"w{resolved.recipe.bits}a16-{resolved.recipe.method}.yaml" == path.name
+    recipe = resolved.recipe
+    variant = "-mixed" if recipe.rules else ""
+    assert f"w{recipe.bits}a{recipe.activation_bits or 16}{variant}-{recipe.method}.yaml" == path.name

@@ -53,6 +53,10 @@ def quantize(
     ignore: Annotated[
         Many, Option(metavar="PATTERN", help="Sites to leave alone; re: begins a regex. Repeatable.")
     ] = None,
+    rules: Annotated[
+        Many, Option("--rule", metavar="PATTERN=...", help="Of sites: bits:8,group_size:64 or skip. Repeatable.")
+    ] = None,
+    activation_bits: Annotated[int | None, Option(help="8: INT8 activations too (W8A8). [none]")] = None,
     option: Annotated[Many, Option("--option", metavar="KEY=VALUE", help="Of the method. Repeatable.")] = None,
     act_order: Annotated[Switch, Option("--act-order/--no-act-order", help="Solve active inputs first.")] = None,
     damping: Annotated[float | None, Option("--damping", "--damp", "--percdamp", help="Relative damping.")] = None,
@@ -76,6 +80,8 @@ def quantize(
       quantforge quantize ./SmolLM2-135M --bits 4 --group-size 64
       quantforge quantize ./SmolLM2-135M --bits 4 --dry-run
       quantforge quantize ./SmolLM2-135M --avg-bits 3.5
+      quantforge quantize ./SmolLM2-135M --bits 4 --rule "*.down_proj=bits:8" --rule "re:layers\.0\.=skip"
+      quantforge quantize ./SmolLM2-135M --bits 8 --activation-bits 8
       quantforge quantize org/model --dataset calib.jsonl --column text --format compressed-tensors,gptq
       quantforge quantize org/model --recipe recipes/w4a16-gptq.yaml --asym -o ./out --json
     """
@@ -116,6 +122,8 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
         given["ignore"] = tuple(given["ignore"])
     if "candidate_bits" in given:
         given["candidate_bits"] = _numbers(given["candidate_bits"])
+    if "rules" in given:
+        given["rules"] = tuple(_rule(text) for text in given["rules"])
     if "group_size" in given:
         given["group_size"] = _group_size(given["group_size"])
     options = _options(flags.get("option") or [])
@@ -137,6 +145,14 @@ def _group_size(text: str) -> int | str:
         return int(text)
     except ValueError:
         return text  # `auto`, or something the recipe refuses in its own words
+
+
+def _rule(text: str) -> dict[str, Any]:
+    """``PATTERN=bits:8`` with values typed as YAML would."""
+    from quantforge.recipe import parse_scalar
+    from quantforge.rules import parse_rule
+
+    return {key: value if key == "match" else parse_scalar(value) for key, value in parse_rule(text).items()}
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:

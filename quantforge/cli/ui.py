@@ -151,10 +151,14 @@ class Ui:
                 ("output", f"{plan.output} (not written: this is a dry run)"),
             ]
         )
-        rows = Counter((_leaf(site.name), site.out_features, site.in_features) for site in plan.sites)
+        rows = Counter((_leaf(s.name), s.out_features, s.in_features, plan.specs[s.name].label()) for s in plan.sites)
+        several = len(set(plan.specs.values())) > 1
         self._table(
-            ("site", "count", "out x in"),
-            [(leaf, str(count), f"{rows_out} x {columns}") for (leaf, rows_out, columns), count in rows.items()],
+            ("site", "count", "out x in", *(("grid",) if several else ())),
+            [
+                (leaf, str(count), f"{rows_out} x {columns}", *((grid,) if several else ()))
+                for (leaf, rows_out, columns, grid), count in rows.items()
+            ],
         )
         self._kept(plan.kept)
         for note in (*resolved.notes, *plan.notes):
@@ -201,6 +205,8 @@ class Ui:
                 ("KL", f"{distance.kl:.5f}{_error(distance.kl_se, 5)} nats a token  {protocol}"),
                 ("top-1", f"{top1} agreement  {protocol}"),
             ]
+        if result.activations is not None:
+            facts.append(("activations", f"quantized: {result.activations}"))
         facts.append(("on", f"{result.source}: {result.predictions:,} predictions in {result.windows} windows"))
         self._facts([*facts, ("+-", "one standard error"), ("protocol", result.protocol)])
 
@@ -212,7 +218,7 @@ class Ui:
         self._facts(
             [
                 ("checkpoint", f"{found.path} ({found.model_type}, {found.parameters:,} parameters)"),
-                ("scheme", found.scheme),
+                *(("scheme", part) for part in found.scheme.split("; ")),
                 ("format", found.format),
                 ("size", megabytes(found.total_bytes)),
             ]

@@ -66,6 +66,7 @@ class EvalResult:
         nll: mean negative log likelihood, nats a token; `nll_se` over tokens, `nll_se_window` over windows.
         ppl: exp(nll), infinite beyond the range of a float; `ppl_se` by the delta method from the larger error of nll.
         divergence: None without a reference.
+        activations: how the model's activations were quantized while it was scored; None when they were not.
     """
 
     protocol: str
@@ -78,6 +79,7 @@ class EvalResult:
     ppl: float
     ppl_se: float | None
     divergence: Divergence | None = None
+    activations: str | None = None
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

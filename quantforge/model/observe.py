@@ -56,7 +56,7 @@ class _Watch:
 
     def _seen(self, name: str, value: torch.Tensor) -> None:
         self._calls.append(name)
-        same = [other for other, tensor, version in self._inputs if _same(tensor, version, value)]
+        same = [other for other, tensor, version in self._inputs if same_tensor(tensor, version, value)]
         if name not in self._leader:
             # a site first reached in a later batch has statistics of its own: it has not seen all its siblings' inputs
             self._leader[name] = self._leader[same[0]] if same and self._first_calls is None else name
@@ -124,7 +124,7 @@ def input_groups(run: StreamedPass, index: int, modules: Mapping[str, nn.Module]
     return found + [(name,) for name in modules if all(name not in names for names in found)]
 
 
-def _same(known: torch.Tensor, version: int, value: torch.Tensor) -> bool:
+def same_tensor(known: torch.Tensor, version: int, value: torch.Tensor) -> bool:
     """True when `value` is the tensor seen before, and nothing was written into it since."""
     place = known.data_ptr() == value.data_ptr() and known.shape == value.shape and known.stride() == value.stride()
     return place and known._version == version == value._version

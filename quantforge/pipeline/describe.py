@@ -13,13 +13,17 @@ from quantforge.model.streamed import StreamedModel
 
 @dataclass(frozen=True)
 class SiteRow:
-    """One quantized matrix, shape [out, in]; `bits_per_weight` counts every byte stored for it."""
+    """One quantized matrix, shape [out, in]; `bits_per_weight` counts every byte stored for it.
+
+    `activations` says how its inputs are quantized, None when they are not.
+    """
 
     name: str
     shape: tuple[int, int]
     bits: int
     group_size: int | None
     bits_per_weight: float
+    activations: str | None = None
 
 
 @dataclass(frozen=True)
@@ -93,5 +97,6 @@ def _row(source: PackedCheckpoint, layout: ModelLayout) -> list[SiteRow]:
             shape = (int(codes[0]), int(codes[1]))
         stored = sum(source.checkpoint.tensors[key].total_bytes for key in parts.values())
         scheme = source.schemes[name]
-        rows.append(SiteRow(name, shape, scheme.bits, scheme.group_size, 8 * stored / (shape[0] * shape[1])))
+        inputs = None if scheme.activations is None else scheme.activations.label()
+        rows.append(SiteRow(name, shape, scheme.bits, scheme.group_size, 8 * stored / (shape[0] * shape[1]), inputs))
     return rows

@@ -192,6 +192,12 @@ def make_plan(recipe: Recipe) -> Plan:
     _note_ties(streamed, notes)
     left = [site for site, _ in grids.left]
     notes += split_fused(grids.sites, left)
+    several = set(grids.specs.values())
+    if "compressed-tensors" in recipe.formats and len(several) > 1 and not all(spec.symmetric for spec in several):
+        notes.append(
+            "warning: transformers (with compressed-tensors 0.20.1) cannot open a compressed-tensors checkpoint of "
+            "several grids when one of them is asymmetric; --sym or --format gptq can be opened"
+        )
     if "compressed-tensors" in recipe.formats and EXPERT in layout.kept.values():
         notes.append(
             "warning: transformers cannot open a compressed-tensors checkpoint whose experts stay in floating point; "

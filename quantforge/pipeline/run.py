@@ -15,6 +15,7 @@ from quantforge import __version__
 from quantforge.calibration import CalibrationSet
 from quantforge.errors import NumericsError, QuantforgeError, WorkspaceError
 from quantforge.formats import CheckpointFacts, load_format
+from quantforge.model.activations import quantized_inputs
 from quantforge.model.observe import InputGroup, input_groups, observe, unobserved
 from quantforge.model.skeleton import transformers_version
 from quantforge.model.source import open_checkpoint
@@ -79,7 +80,9 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
         workspace.reports()  # a damaged one is found before more work is done, not after
         notes = calibration.notes if calibration is not None else ()
         yield RunStarted(plan.layers, done, notes)
-        yield from _quantize_layers(recipe, plan, workspace, calibration)
+        inputs_of = [plan.streamed.model.get_submodule(site.module) for site in plan.sites]
+        with quantized_inputs(inputs_of, plan.activations):  # what is observed is what the sites will be given
+            yield from _quantize_layers(recipe, plan, workspace, calibration)
         report = replace(_report(plan, workspace, calibration), allocation=allocation)
         _refuse_if_strict(recipe, report.warnings)
         staged = workspace.fresh_output()

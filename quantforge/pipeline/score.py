@@ -1,11 +1,14 @@
 """Perplexity and divergence of a checkpoint, streamed layer by layer from its own files."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 from quantforge.errors import UsageError
 from quantforge.evaluate.divergence import EvalResult, evaluate_windows
 from quantforge.evaluate.protocol import Windows, build_windows, load_dataset_rows, load_rows, parse_dataset
+from quantforge.model.activations import stored_activations
 from quantforge.model.packed import open_any
 from quantforge.model.source import TensorSource
 from quantforge.model.streamed import StreamedModel, StreamedPass
@@ -34,8 +37,9 @@ def evaluate_checkpoint(
 ) -> EvalResult:
     """Score a float or quantized checkpoint by the classic protocol, and against `reference` when there is one.
 
-    Quantized checkpoints are dequantized from their packed tensors. The tokenizer is the reference's when there is one,
-    so that both models see the same tokens.
+    Quantized checkpoints are dequantized from their packed tensors; where their config quantizes activations too, the
+    inputs of those sites are rounded while the model runs, and the result says so. The tokenizer is the reference's
+    when there is one, so that both models see the same tokens.
 
     Memory: the hidden states of all windows, float32, once for each model; beside them, while layers run, the largest
     decoder layer of one model, and while windows are scored, the outer weights (embeddings, head) of both models and
@@ -68,15 +72,21 @@ def evaluate_checkpoint(
 
     def hidden_of(opened: TensorSource, label: str) -> StreamedPass:
         streamed = StreamedModel(opened, chosen, trust_remote_code=trust_remote_code)
+        activations[label] = hooks.enter_context(stored_activations(streamed))  # until the logits are there
         _check_length(streamed, tokens)
         run = streamed.begin(tokens.tokens)
         streamed.drop_outer()  # the logits load it again
         run.run_all(lambda done, total: progress(f"{label}: layers", done, total))
         return run
 
-    reference_run = None if original is None else hidden_of(original, "reference")
-    run = hidden_of(model, "model")
-    return evaluate_windows(tokens, run, reference_run, lambda done, total: progress("windows", done, total))
+    activations: dict[str, str | None] = {}
+    with ExitStack() as hooks:
+        reference_run = None if original is None else hidden_of(original, "reference")
+        run = hidden_of(model, "model")
+        result = evaluate_windows(tokens, run, reference_run, lambda done, total: progress("windows", done, total))
+    about = activations.get("reference")
+    notes = result.notes if about is None else (*result.notes, f"the reference has {about}")
+    return replace(result, activations=activations["model"], notes=notes)
 
 
 def _part(

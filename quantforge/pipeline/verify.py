@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quantforge.errors import SourceError, VerifyError
+from quantforge.model.activations import activation_spec
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.workspace import Workspace
 from quantforge.readers import Reader, load_reader
@@ -104,10 +105,13 @@ def _check_site(
 ) -> list[str]:
     try:
         scheme = reader.scheme(quantization, name)
+        activations = activation_spec(scheme.activations, name)
         decoded = reader.decode({suffix: files.tensor(key) for suffix, key in keys.items()}, scheme, name)
     except SourceError as error:
         return [f"{name}: {error}"]
     problems = []
+    if activations != plan.activations:
+        problems.append(f"{name}: config says {activations} of its inputs, planned were {plan.activations}")
     described = (scheme.bits, scheme.group_size, scheme.symmetric)
     spec = plan.specs[name]
     wanted = (spec.bits, spec.group_size, spec.symmetric)

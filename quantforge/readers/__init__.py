@@ -40,22 +40,39 @@ class DecodedWeight:
 
 
 @dataclass(frozen=True)
+class ActivationScheme:
+    """What a config says about the inputs of a site, in the words of compressed-tensors."""
+
+    bits: int
+    kind: str
+    strategy: str
+    dynamic: bool
+    symmetric: bool
+
+    def label(self) -> str:
+        when, zero = "dynamic" if self.dynamic else "static", "symmetric" if self.symmetric else "asymmetric"
+        return f"{self.bits}-bit {self.kind} activations, per {self.strategy}, {when}, {zero}"
+
+
+@dataclass(frozen=True)
 class Scheme:
     """What a checkpoint's config says about one site. `group_size` None means one scale per row.
 
-    `checkpoint_format` is the format's own variant name (``gptq``, ``gptq_v2``, ``pack-quantized``, ...).
+    `activations` is None when the site's inputs stay in floating point. `checkpoint_format` is the format's own variant
+    name (``gptq``, ``gptq_v2``, ``pack-quantized``, ...).
     """
 
     bits: int
     group_size: int | None
     symmetric: bool
     checkpoint_format: str
+    activations: ActivationScheme | None = None
 
     def label(self) -> str:
         group = "per channel" if self.group_size is None else f"group {self.group_size}"
-        return (
-            f"{self.bits} bits, {group}, {'symmetric' if self.symmetric else 'asymmetric'} ({self.checkpoint_format})"
-        )
+        symmetry = "symmetric" if self.symmetric else "asymmetric"
+        inputs = "" if self.activations is None else f", {self.activations.label()}"
+        return f"{self.bits} bits, {group}, {symmetry} ({self.checkpoint_format}){inputs}"
 
 
 @dataclass(frozen=True)

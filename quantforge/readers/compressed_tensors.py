@@ -6,12 +6,13 @@ an exact name beats a pattern, and a pattern beats a class.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from quantforge.errors import SourceError
-from quantforge.readers import DecodedWeight, Reader, Scheme
+from quantforge.readers import ActivationScheme, DecodedWeight, Reader, Scheme
 from quantforge.readers.gptq import FLOATS, expect, finite, group_index, matches, tensor, unpack_rows, words_for
 
 PACKED = "pack-quantized"
@@ -44,7 +45,8 @@ def scheme(config: Mapping[str, Any], site: str) -> Scheme:
     if rank[name] == 0:
         raise SourceError(f"quantization_config: no config group targets {site}; targets: {targets}")
     group = groups[name]
-    return _weights_scheme(group.get("weights"), group.get("format") or config.get("format"), name)
+    weights = _weights_scheme(group.get("weights"), group.get("format") or config.get("format"), name)
+    return replace(weights, activations=_activations(group, name))
 
 
 def _targets(group: Any, name: str) -> list[str]:
@@ -87,6 +89,25 @@ def _weights_scheme(weights: Any, layout: Any, group: str) -> Scheme:
     if not isinstance(symmetric, bool):
         raise SourceError(f"{where} symmetric is {symmetric!r}; expected true or false")
     return Scheme(bits, group_size if strategy == "group" else None, symmetric, str(layout))
+
+
+def _activations(group: Mapping[str, Any], name: str) -> ActivationScheme | None:
+    """What a config group says of inputs, with the library's defaults."""
+    where = f"quantization_config, config_groups.{name}:"
+    if group.get("output_activations") is not None:
+        raise SourceError(f"{where} output_activations are set; quantized outputs cannot be read")
+    inputs = group.get("input_activations")
+    if inputs is None:
+        return None
+    if not isinstance(inputs, Mapping) or type(inputs.get("num_bits", 8)) is not int:
+        raise SourceError(f"{where} input_activations is {inputs!r}; expected settings with a number of bits")
+    return ActivationScheme(
+        bits=inputs.get("num_bits", 8),
+        kind=str(inputs.get("type", "int")),
+        strategy=str(inputs.get("strategy") or "tensor"),
+        dynamic=inputs.get("dynamic", False) is True,
+        symmetric=inputs.get("symmetric", True) is True,
+    )
 
 
 def decode(tensors: Mapping[str, torch.Tensor], scheme: Scheme, site: str) -> DecodedWeight:
