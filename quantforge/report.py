@@ -105,7 +105,8 @@ class Allocation:
         mean_bits: mean width of a code over all quantized weights, those with bits from a rule included.
         estimated_bytes: tensor bytes of one export; of the largest when there are several formats.
         predicted_kl: sum over the units, nats a token: a prediction, not a measurement.
-        tokens: calibration tokens it was measured on.
+        tokens: calibration tokens it was computed on.
+        warnings: units about which nothing could be predicted.
     """
 
     budget: str
@@ -114,6 +115,7 @@ class Allocation:
     predicted_kl: float
     tokens: int
     units: tuple[UnitBits, ...]
+    warnings: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -121,7 +123,7 @@ class Allocation:
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Allocation":
         units = tuple(UnitBits(**unit | {"sites": tuple(unit["sites"])}) for unit in data["units"])
-        return Allocation(**data | {"units": units})
+        return Allocation(**data | {"units": units, "warnings": tuple(data["warnings"])})
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,15 @@ def test_budgets_out_of_reach_are_refused_with_what_can_be_reached(
         plan_of(tiny_llama, **changes)
 
 
+def test_a_unit_about_which_nothing_is_known_is_a_warning(tiny_llama: Path) -> None:
+    recipe, plan = plan_of(tiny_llama, avg_bits=3.5)
+    name = "model.layers.1.mlp.down_proj"
+    unknown = invented(plan) | {name: dict.fromkeys((3, 4, 8), 0.0)}
+    (warning,) = choose(recipe, plan, unknown, 100).warnings
+    assert warning.startswith(f"{name}: no calibration token reached it while bits were chosen")
+    assert choose(recipe, plan, invented(plan), 100).warnings == ()
+
+
 def test_a_kl_out_of_reach_is_refused_with_what_can_be_reached(tiny_llama: Path) -> None:
     with pytest.raises(PlanError, match=r"--max-kl 1e-05 cannot be met: the predicted KL lies between 0.00"):
         chosen(tiny_llama, max_kl=1e-5)

@@ -330,4 +330,5 @@ def test_every_shipped_recipe_loads_without_remarks(path: Path) -> None:
     assert resolved.notes == ()
     recipe = resolved.recipe
     variant = "-mixed" if recipe.rules else ""
-    assert f"w{recipe.bits}a{recipe.activation_bits or 16}{variant}-{recipe.method}.yaml" == path.name
+    bits = recipe.avg_bits or recipe.bits
+    assert f"w{bits}a{recipe.activation_bits or 16}{variant}-{recipe.method}.yaml" == path.name

@@ -98,6 +98,12 @@ def _allocation(
             )
             for unit in units
         ),
+        warnings=tuple(
+            f"{unit.name}: no calibration token reached it while bits were chosen, so that none seemed needed; "
+            f"it got {chosen[unit.name]}; raise --nsamples, or set its bits by a rule"
+            for unit in units
+            if len(unit.bits) > 1 and not any(losses[unit.name].values())
+        ),
     )
 
 

@@ -83,7 +83,9 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
         inputs_of = [plan.streamed.model.get_submodule(site.module) for site in plan.sites]
         with quantized_inputs(inputs_of, plan.activations):  # what is observed is what the sites will be given
             yield from _quantize_layers(recipe, plan, workspace, calibration)
-        report = replace(_report(plan, workspace, calibration), allocation=allocation)
+        report = _report(plan, workspace, calibration)
+        if allocation is not None:
+            report = replace(report, allocation=allocation, warnings=allocation.warnings + report.warnings)
         _refuse_if_strict(recipe, report.warnings)
         staged = workspace.fresh_output()
         outputs: list[OutputReport] = []

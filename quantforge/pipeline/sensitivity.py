@@ -77,7 +77,7 @@ def predict_kl(
         weight = weight_of(module)
         for bits, quantized in weights.items():
             error = weight - quantized.dequantize().to(weight.dtype)
-            changes = ((seen.inputs @ error.t()) * seen.gradient).sum(1, dtype=torch.float64)  # [rows], of the loss
+            changes = ((seen.inputs @ error.t()) * seen.gradient).sum(1)  # [rows], of the loss
             fitted = plan.solver.needs_gram and bits < ROUNDED_FROM_BITS
             share = seen_share[seen.module] if fitted else 1.0
             predicted[names[seen.module]][bits] += float(changes.square().sum()) / (2 * tokens.numel() * share)
