@@ -254,6 +254,21 @@ def test_a_choice_is_made_once_and_a_resumed_run_gives_the_same_bytes(
     assert again.report.spec_label == rest[-1].report.spec_label != "4 bits, group 64, symmetric"
 
 
+def test_a_run_that_dies_while_choosing_chooses_again_to_the_same_bytes(
+    tiny_llama: Path, text: Path, tmp_path: Path
+) -> None:
+    finish(recipe_for(tiny_llama, tmp_path / "whole", text, avg_bits=3.5))
+    recipe = recipe_for(tiny_llama, tmp_path / "out", text, avg_bits=3.5)
+    running = quantize(recipe, make_plan(recipe))
+    assert any(isinstance(event, Allocating) and event.done == 4 for event in running)  # stops there
+    assert {entry.name for entry in (tmp_path / "out.partial" / "scratch").iterdir()} == {"input-00000.bin"}
+    del running
+    (tmp_path / "out.partial" / "scratch").mkdir(exist_ok=True)
+    (tmp_path / "out.partial" / "scratch" / "input-00000.bin").write_bytes(b"left by a kill")
+    finish(recipe)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
 def test_the_global_random_state_is_left_alone(tiny_llama: Path, text: Path, tmp_path: Path) -> None:
     torch.manual_seed(11)
     state = torch.get_rng_state()
