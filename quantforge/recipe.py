@@ -13,26 +13,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from quantforge.errors import UsageError
 from quantforge.rules import BITS_HELP, Rule, checked_bits, checked_group_size, explain_rule, is_rules, nearest_field
+from quantforge.sizes import parse_size
 
 OptionValue = bool | int | float | str
 
-_UNITS = {"": 1, "B": 1}
-_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", start=1)}
-_UNITS |= {f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", start=1)}
-
-
-def parse_size(size: str | int) -> int:
-    """Bytes in a size such as ``5GB`` (10^9), ``500 MiB`` (2^20) or ``1000``; raises UsageError on anything else."""
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    unit = _UNITS.get(found[2].upper()) if found else None
-    size_bytes = int(float(found[1]) * unit) if found and unit else 0
-    if size_bytes < 1:
-        raise UsageError(f"a size is a positive number with a unit, such as 5GB or 500MiB; got {size!r}")
-    return size_bytes
+BUDGETS = ("avg_bits", "fit", "max_kl")
+"""Settings of which at most one may be given, in place of `bits`."""
 
 
 class CalibrationRecipe(BaseModel):
@@ -57,6 +47,12 @@ class Recipe(BaseModel):
     `group_size` -1 is one scale per output channel, ``auto`` lets the plan choose. `ignore` holds site names, as shell
     patterns or, after ``re:``, regular expressions. `rules` give sites grids of their own. `activation_bits` 8 makes
     the inputs of quantized sites INT8 as well (W8A8); None leaves them alone. `options` are the method's own.
+
+    A budget has the bits of each site chosen from `candidate_bits` (none given: all that the formats can hold), except
+    where a rule names bits; `bits` then means nothing, and there is at most one budget. `avg_bits` is the mean width of
+    a code over the quantized weights: 4 bits everywhere are 4.0, whatever the scales take. `fit` limits the bytes of
+    the exported tensors, those that are not quantized included. `max_kl` limits the predicted KL from the original in
+    nats a token.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -66,6 +62,14 @@ class Recipe(BaseModel):
     method: str = Field(default="gptq", description="the name of a method, or several joined by +")
     transforms: tuple[str, ...] = Field(default=(), description="a list of transforms to apply before the method")
     bits: int = Field(default=4, description=BITS_HELP)
+    avg_bits: float | None = Field(
+        default=None, gt=0, le=8, description="mean bits of a quantized weight, such as 3.5, or null"
+    )
+    fit: str | int | None = Field(default=None, description="a size such as 90MB, or null")
+    max_kl: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="a positive number of nats a token, such as 0.05, or null"
+    )
+    candidate_bits: tuple[int, ...] = Field(default=(), description=f"a list of bits, each {BITS_HELP}")
     group_size: int | Literal["auto"] = Field(
         default="auto", description="auto, a positive integer, or -1 for one scale per output channel"
     )
@@ -96,20 +100,49 @@ class Recipe(BaseModel):
     def _possible_group(cls, group_size: int | str) -> int | str:
         return checked_group_size(group_size) if isinstance(group_size, int) else group_size
 
-    @field_validator("max_shard_size")
+    @field_validator("candidate_bits")
     @classmethod
-    def _readable_size(cls, size: str | int) -> str | int:
+    def _known_candidates(cls, candidates: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted({checked_bits(bits) for bits in candidates}))
+
+    @field_validator("max_shard_size", "fit")
+    @classmethod
+    def _readable_size(cls, size: str | int | None) -> str | int | None:
         try:
-            parse_size(size)
+            if size is not None:
+                parse_size(size)
         except UsageError as error:
             raise ValueError(str(error)) from error
         return size
 
-    @field_validator("formats", "ignore", "rules", "transforms", mode="before")
+    @field_validator("formats", "ignore", "rules", "transforms", "candidate_bits", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
-        """A YAML list, or one name or rule alone, as a tuple."""
-        return (value,) if isinstance(value, str | Mapping) else tuple(value) if isinstance(value, list) else value
+        """A YAML list, or one value alone, as a tuple."""
+        return (
+            (value,) if isinstance(value, str | int | Mapping) else tuple(value) if isinstance(value, list) else value
+        )
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> "Recipe":
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are budgets, and there can be only one")
+        if given and "bits" in self.model_fields_set:
+            raise ValueError(f"{given[0]} has the bits chosen, so bits cannot be given too; see candidate_bits")
+        if self.candidate_bits and not given:
+            raise ValueError(f"candidate_bits needs a budget: {', '.join(BUDGETS)}")
+        return self
+
+    @property
+    def budget(self) -> str | None:
+        """The name of the budget in force."""
+        return next((name for name in BUDGETS if getattr(self, name) is not None), None)
+
+    @property
+    def budget_label(self) -> str | None:
+        """``avg_bits 3.5``, ``fit 90MB``, ``max_kl 0.05``."""
+        return None if self.budget is None else f"{self.budget} {getattr(self, self.budget)}"
 
     @property
     def max_shard_bytes(self) -> int:
@@ -119,13 +152,16 @@ class Recipe(BaseModel):
 def default_output(recipe: Recipe, group_size: int | None) -> str:
     """The name of the output directory when none is given: ``SmolLM2-135M-w4g64-gptq``; `group_size` None is ``pc``.
 
-    Rules make it ``w4g64-mixed``, quantized activations ``w8a8``.
+    Rules make it ``w4g64-mixed``, quantized activations ``w8a8``, budgets ``w3.5g64``, ``fit90MBg64``, ``kl0.05g64``.
     """
     model = Path(recipe.model.rstrip("/")).name or Path(recipe.model).resolve().name
     if model in (".", ".."):
         model = Path(recipe.model).resolve().name
     group = "pc" if group_size is None else f"g{group_size}"
     grid = f"w{recipe.bits}{group}" if recipe.activation_bits is None else f"w{recipe.bits}a{recipe.activation_bits}"
+    if recipe.budget is not None:
+        prefix = {"avg_bits": "w", "fit": "fit", "max_kl": "kl"}[recipe.budget]
+        grid = f"{prefix}{str(getattr(recipe, recipe.budget)).replace(' ', '')}{group}"
     variants = ("" if recipe.symmetric else "-asym") + ("-mixed" if recipe.rules else "")
     method = "-".join([*recipe.transforms, *recipe.method.split("+")])
     return f"{model}-{grid}{variants}-{method}"
@@ -168,6 +204,7 @@ _SYNONYMS = {
     **dict.fromkeys(("output_dir", "export_path"), _Synonym("output")),
     **dict.fromkeys(("modules_to_not_convert", "ignore_layers", "exclude_modules"), _Synonym("ignore")),
     **dict.fromkeys(("a_bits", "act_bits", "abits"), _Synonym("activation_bits")),
+    **dict.fromkeys(("target_bits", "effective_bits", "target_bpw"), _Synonym("avg_bits")),
     "true_sequential": _Synonym("sequential", ((True, "group"), (False, "layer"))),
     **dict.fromkeys(("damping", "damp", "percdamp", "damp_percent", "dampening_frac"), _Synonym("options.damping")),
     **dict.fromkeys(("act_order", "desc_act", "actorder"), _Synonym("options.act_order", _STATIC)),
@@ -308,6 +345,9 @@ def read_recipe(path: Path | None, overrides: Mapping[str, Any]) -> ResolvedReci
     origins: dict[str, str] = {}
     merged: dict[str, Any] = {"options": {}, "calibration": {}}
     for reading in readings:
+        if any(reading.values.get(name) is not None for name in ("bits", *BUDGETS)):
+            for name in ("bits", *BUDGETS):  # one setting, said in one of several ways: the later wins
+                merged.pop(name, None)
         for name, value in reading.values.items():
             origins[name] = reading.origin
             section, _, key = name.rpartition(".")
@@ -334,6 +374,9 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
     """Pydantic's findings in our words: where it was written, what is expected, what was found."""
     problems = []
     for found in error.errors():
+        if not found["loc"]:  # several settings that contradict each other
+            problems.append(str(found["ctx"]["error"]))
+            continue
         if found["loc"][:1] == ("rules",) and len(found["loc"]) > 2:
             problems.append(
                 f"{origins.get('rules', 'recipe')}: {explain_rule(found['loc'][1:], found['type'], found['input'])}"

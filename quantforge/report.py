@@ -113,10 +113,57 @@ class OutputReport:
 
 
 @dataclass(frozen=True)
+class UnitBits:
+    """Sites that share one choice of bits.
+
+    Attributes:
+        weights: how many weights they hold.
+        predicted_kl: nats a token, by candidate bits (as text, the way JSON has it).
+    """
+
+    unit: str
+    sites: tuple[str, ...]
+    weights: int
+    bits: int
+    predicted_kl: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Bits chosen for a budget.
+
+    Attributes:
+        budget: as given, ``avg_bits 3.5``.
+        mean_bits: mean width of a code over all quantized weights, those with bits from a rule included.
+        estimated_bytes: tensor bytes of one export; of the largest when there are several formats.
+        predicted_kl: sum over the units, nats a token: a prediction, not a measurement.
+        tokens: calibration tokens it was computed on.
+        warnings: units about which nothing could be predicted.
+    """
+
+    budget: str
+    mean_bits: float
+    estimated_bytes: int
+    predicted_kl: float
+    tokens: int
+    units: tuple[UnitBits, ...]
+    warnings: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "Allocation":
+        units = tuple(UnitBits(**unit | {"sites": tuple(unit["sites"])}) for unit in data["units"])
+        return Allocation(**data | {"units": units, "warnings": tuple(data["warnings"])})
+
+
+@dataclass(frozen=True)
 class RunReport:
     """The whole run: every layer, every output, everything a user should know.
 
-    `kept` maps each parameter of two or more dims that was not quantized to the reason.
+    `kept` maps each parameter of two or more dims that was not quantized to the reason; `allocation` says how bits were
+    chosen, when they were.
     """
 
     method: str
@@ -128,6 +175,7 @@ class RunReport:
     source_bytes: int
     calibration: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    allocation: Allocation | None = None
 
     @property
     def fallbacks(self) -> list[SiteReport]:
@@ -146,6 +194,21 @@ class Sampling:
 
     sequences: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class Allocating:
+    """The model is being passed forward and backward to see what each site's bits are worth."""
+
+    done: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """Bits have been chosen, now or by an earlier run with the same fingerprint."""
+
+    allocation: Allocation
 
 
 @dataclass(frozen=True)
@@ -202,6 +265,8 @@ class RunFinished:
 
 Event = (
     Sampling
+    | Allocating
+    | Allocated
     | RunStarted
     | LayerStarted
     | LayerTransformed

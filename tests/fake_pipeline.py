@@ -56,6 +56,8 @@ class FakePlan:
     estimated_bytes: int = 102_000_000
     bits_per_weight: float = 4.25
     layers: int = 2
+    settled: bool = True
+    units: tuple[Any, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {"method": self.method, "layers": self.layers}

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "quantforge"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 LEVELS = {
-    0: {"__init__", "errors", "spec", "patterns", "recipe", "registry", "report", "rules"},
+    0: {"__init__", "errors", "spec", "patterns", "recipe", "registry", "report", "sizes", "rules"},
     1: {"quantized", "numerics", "text", "documents"},
     2: {"methods", "transforms", "formats", "readers", "kernels"},
     3: {"model", "calibration", "evaluate"},

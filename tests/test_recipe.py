@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantforge.errors import UsageError
-from quantforge.recipe import Recipe, default_output, load_recipe, parse_scalar, parse_size, read_recipe
+from quantforge.recipe import Recipe, default_output, load_recipe, parse_scalar, read_recipe
 from quantforge.rules import Rule, parse_rule
+from quantforge.sizes import parse_size
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 
@@ -329,4 +330,5 @@ def test_every_shipped_recipe_loads_without_remarks(path: Path) -> None:
     assert resolved.notes == ()
     recipe = resolved.recipe
     variant = "-mixed" if recipe.rules else ""
-    assert f"w{recipe.bits}a{recipe.activation_bits or 16}{variant}-{recipe.method}.yaml" == path.name
+    bits = recipe.avg_bits or recipe.bits
+    assert f"w{bits}a{recipe.activation_bits or 16}{variant}-{recipe.method}.yaml" == path.name

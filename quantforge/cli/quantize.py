@@ -19,6 +19,19 @@ def quantize(
         Text, typer.Argument(metavar="MODEL", help="Local directory or hub id.", show_default=False)
     ] = None,
     bits: Annotated[int | None, Option("--bits", "-b", "--wbits", help="2, 3, 4 or 8. [4]")] = None,
+    avg_bits: Annotated[
+        float | None,
+        Option(
+            "--avg-bits", "--target-bits", help="Choose bits; their mean over quantized weights, scales not counted."
+        ),
+    ] = None,
+    fit: Annotated[Text, Option(metavar="SIZE", help="Choose bits; tensors of an export take at most 90MB.")] = None,
+    max_kl: Annotated[
+        float | None, Option("--max-kl", help="Choose bits; predicted KL from the original, nats a token.")
+    ] = None,
+    candidate_bits: Annotated[
+        Text, Option("--candidate-bits", metavar="BITS", help="To choose from, comma separated. [3,4,8]")
+    ] = None,
     group_size: Annotated[
         Text,
         Option("--group-size", "--groupsize", "--group_size", help="Columns that share a scale, auto, or -1. [auto]"),
@@ -66,6 +79,7 @@ def quantize(
     Examples:
       quantforge quantize ./SmolLM2-135M --bits 4 --group-size 64
       quantforge quantize ./SmolLM2-135M --bits 4 --dry-run
+      quantforge quantize ./SmolLM2-135M --avg-bits 3.5
       quantforge quantize ./SmolLM2-135M --bits 4 --rule "*.down_proj=bits:8" --rule "re:layers\.0\.=skip"
       quantforge quantize ./SmolLM2-135M --bits 8 --activation-bits 8
       quantforge quantize org/model --dataset calib.jsonl --column text --format compressed-tensors,gptq
@@ -106,6 +120,8 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
         given["formats"] = tuple(name.strip() for name in names if name.strip())
     if "ignore" in given:
         given["ignore"] = tuple(given["ignore"])
+    if "candidate_bits" in given:
+        given["candidate_bits"] = _numbers(given["candidate_bits"])
     if "rules" in given:
         given["rules"] = tuple(_rule(text) for text in given["rules"])
     if "group_size" in given:
@@ -115,6 +131,13 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
         if flags.get(key) is not None:
             options[key] = flags[key]
     return given | ({"options": options} if options else {})
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UsageError(f"--candidate-bits takes numbers such as 3,4,8; got {text!r}") from error
 
 
 def _group_size(text: str) -> int | str:

@@ -147,7 +147,7 @@ class Ui:
                 ("model", f"{resolved.recipe.model} ({plan.model_type}, {plan.layers} layers)"),
                 ("method", f"{plan.method}, {plan.label}"),
                 ("formats", ", ".join(plan.formats)),
-                ("size", _sizes(plan.source_bytes, plan.estimated_bytes, plan.bits_per_weight) + " (estimated)"),
+                ("size", _planned_size(resolved, plan)),
                 ("output", f"{plan.output} (not written: this is a dry run)"),
             ]
         )
@@ -178,6 +178,9 @@ class Ui:
             self._facts([("loss", f"{sum(ratios) / len(ratios):.3f} x round to nearest (mean over layers)")])
         if folds := [fold for layer in report.layers for fold in layer.transforms]:
             self._facts([("folds", f"{_folded(folds)} pairs kept")])
+        if report.allocation is not None:
+            self._facts([("bits", f"{report.allocation.budget}: {_chosen(report.allocation)}")])
+            self._table(*_bits_table(report.allocation))
         for output in report.outputs:
             size = _sizes(report.source_bytes, output.tensor_bytes, bits)
             verified = ", read back and verified" if output.format in self._verified else ""
@@ -270,6 +273,10 @@ class _RunView:
         match event:
             case events.Sampling(sequences=sequences, tokens=tokens):
                 self._stage(f"sampling {sequences} x {tokens} calibration tokens from the model itself")
+            case events.Allocating(done=done, steps=steps):
+                self._allocating(done, steps)
+            case events.Allocated(allocation=allocation):
+                self._allocated(allocation)
             case events.RunStarted():
                 self._start(event)
             case events.LayerStarted(layer=layer):
@@ -287,6 +294,14 @@ class _RunView:
                 self._stage(f"verifying {name}: reading it back")
             case events.RunFinished(report=report):
                 self.finished = report
+
+    def _allocating(self, done: int, steps: int) -> None:
+        """A line at each fifth of the way."""
+        if done == 1 or 5 * done // steps != 5 * (done - 1) // steps:
+            self._stage(f"choosing bits: {100 * done // steps}% of a pass forward and backward")
+
+    def _allocated(self, allocation: events.Allocation) -> None:
+        self.ui.say(f"bits chosen for {allocation.budget}: {_chosen(allocation)}")
 
     def _start(self, event: events.RunStarted) -> None:
         self._total, self._done = event.layers, event.done
@@ -349,8 +364,34 @@ def _folded(folds: Sequence[events.TransformReport]) -> str:
     return f"{sum(fold.kept for fold in folds)} of {len(folds)}"
 
 
+def _planned_size(resolved: ResolvedRecipe, plan: "Plan") -> str:
+    if plan.settled:
+        return _sizes(plan.source_bytes, plan.estimated_bytes, plan.bits_per_weight) + " (estimated)"
+    return (
+        f"{megabytes(plan.source_bytes)} -> depends on the bits, which are chosen for {len(plan.units)} units by what "
+        f"the weights say ({resolved.recipe.budget_label})"
+    )
+
+
 def _sizes(before_bytes: int, after_bytes: int, bits_per_weight: float) -> str:
     return f"{megabytes(before_bytes)} -> {megabytes(after_bytes)}, {bits_per_weight:.3f} bits per quantized weight"
+
+
+def _chosen(allocation: events.Allocation) -> str:
+    return (
+        f"{allocation.mean_bits:.3f} bits a weight without scales, {megabytes(allocation.estimated_bytes)}, "
+        f"predicted KL {allocation.predicted_kl:.4g} nats a token"
+    )
+
+
+def _bits_table(allocation: events.Allocation) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Header and rows: for each kind of unit, in how many layers it got how many bits."""
+    bits = sorted({unit.bits for unit in allocation.units})
+    counted: dict[str, Counter[int]] = {}
+    for unit in allocation.units:
+        counted.setdefault(_leaf(unit.unit), Counter())[unit.bits] += 1
+    rows = [(leaf, *(str(counts[width] or "-") for width in bits)) for leaf, counts in counted.items()]
+    return ("units", *(f"{width} bits" for width in bits)), rows
 
 
 def _error(standard_error: float | None, digits: int) -> str:

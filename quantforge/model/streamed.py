@@ -260,16 +260,22 @@ class StreamedPass:
 
     @torch.no_grad()
     def logits(self, sample: int) -> torch.Tensor:
-        """Float32 [length, vocab] of one sequence, once `hidden` is the last layer's output."""
-        final = self.hidden[sample : sample + 1].to(self.owner.device)
+        """Float32 [length, vocab] of one sequence on the CPU, once `hidden` is the last layer's output."""
+        return self.head(sample, self.hidden[sample : sample + 1].to(self.owner.device)).float().cpu()
+
+    def head(self, sample: int, final: torch.Tensor) -> torch.Tensor:
+        """Logits [length, vocab] of one sequence from the last layer's output [1, length, hidden], on its device.
+
+        Differentiable in `final` where gradients are recorded.
+        """
         self.owner.load_outer()
 
         def passthrough(index: int) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
             return lambda args, kwargs: _as_returned(final, self.returns)
 
         output = self.owner._forward(self.tokens[sample : sample + 1], passthrough)
-        logits: torch.Tensor = output.logits[0].float()
-        return logits.cpu()
+        logits: torch.Tensor = output.logits[0]
+        return logits
 
 
 def _trim_heap() -> None:

@@ -22,11 +22,11 @@ MEMORY_SHARE = 0.5
 
 
 def calibrate(recipe: Recipe, plan: Plan) -> Generator[Event, None, CalibrationSet | None]:
-    """The tokens, or None for a method that needs no statistics; an event announces what takes long.
+    """The tokens, or None for a method that needs no statistics and no budget; an event announces what takes long.
 
     Raises CalibrationError when the text does not do, QuantforgeError when tokenizer and weights do not fit.
     """
-    if not plan.needs_gram:
+    if not plan.needs_gram and recipe.budget is None:
         return None
     asked = recipe.calibration
     config: Any = plan.streamed.model.config

@@ -1,7 +1,7 @@
 """What a run will do, decided from config.json and tensor headers before any weight is read; every problem at once."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from quantforge.model.shards import DTYPES
 from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
 from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.model.streamed import StreamedModel
+from quantforge.pipeline.budget import Unit, plan_units
 from quantforge.pipeline.grids import choose_grids, split_fused
 from quantforge.pipeline.method import choose_method, refuse_floating_inputs
 from quantforge.recipe import Recipe, default_output
@@ -30,7 +31,8 @@ class Plan:
     Attributes:
         streamed: the model's skeleton over its checkpoint; no weights are loaded.
         spec: the recipe's own grid.
-        specs: the grid of each site, by its name.
+        specs: the grid of each site, by its name; where `units` have a choice, its bits are not settled yet.
+        units: with a budget, the sets of sites that get the same bits; else none.
         activations: the grid of the sites' inputs, None when they stay in floating point.
         transforms: applied to each layer, in order, before its sites are solved.
         sites: the sites to quantize.
@@ -52,6 +54,7 @@ class Plan:
     kept_linears: tuple[str, ...]
     notes: tuple[str, ...]
     transforms: tuple[Transform, ...] = ()
+    units: tuple[Unit, ...] = ()
 
     @property
     def needs_gram(self) -> bool:
@@ -85,8 +88,16 @@ class Plan:
         return sum(site.out_features * site.in_features for site in self.sites)
 
     @property
+    def settled(self) -> bool:
+        """False while bits are still to be chosen for a budget; estimates of sizes then mean nothing."""
+        return all(len(unit.bits) == 1 for unit in self.units)
+
+    @property
     def label(self) -> str:
         """All grids in words, with the number of sites of each when there are several."""
+        if not self.settled:
+            candidates = ", ".join(map(str, sorted({bits for unit in self.units for bits in unit.bits})))
+            return f"bits to be chosen from {candidates}, {self.spec.label().partition(', ')[2]}"
         return label_of(self.specs.values(), self.activations)
 
     @property
@@ -98,11 +109,14 @@ class Plan:
         ) / max(1, self.weights)
 
     @property
+    def rest_bytes(self) -> int:
+        """Bytes of the tensors that are not quantized."""
+        return _rest_bytes(self.checkpoint, self.sites)
+
+    @property
     def estimated_bytes(self) -> int:
         """Tensor bytes of one export: quantized sites at their stored bits, everything else as it is."""
-        replaced = {f"{site.name}.weight" for site in self.sites}
-        rest = sum(info.total_bytes for key, info in self.checkpoint.tensors.items() if key not in replaced)
-        return rest + round(self.bits_per_weight * self.weights / 8)
+        return self.rest_bytes + round(self.bits_per_weight * self.weights / 8)
 
     def output_of(self, format_name: str) -> Path:
         """Where an export goes: the output directory itself, or with several formats a directory each inside it."""
@@ -129,17 +143,21 @@ class Plan:
                     "layer": site.layer,
                     "out_features": site.out_features,
                     "in_features": site.in_features,
-                    "bits": self.specs[site.name].bits,
+                    "bits": self.specs[site.name].bits if self.settled else None,
                     "group_size": self.specs[site.name].group_size,
                     "symmetric": self.specs[site.name].symmetric,
                 }
                 for site in self.sites
             ],
+            "units": [
+                {"name": unit.name, "sites": [site.name for site in unit.sites], "bits": list(unit.bits)}
+                for unit in self.units
+            ],
             "kept": self.kept,
             "notes": list(self.notes),
             "source_bytes": self.source_bytes,
-            "estimated_bytes": self.estimated_bytes,
-            "bits_per_weight": self.bits_per_weight,
+            "estimated_bytes": self.estimated_bytes if self.settled else None,
+            "bits_per_weight": self.bits_per_weight if self.settled else None,
         }
 
 
@@ -165,7 +183,14 @@ def make_plan(recipe: Recipe) -> Plan:
     if activations is not None:
         unfit = [target.name for target in formats if not target.activations]
         problems += [f"--format {name} cannot hold quantized activations; use compressed-tensors" for name in unfit]
-    if not problems:
+    checkpoint = replace(
+        checkpoint, tensors={k: v for k, v in checkpoint.tensors.items() if k not in streamed.duplicates}
+    )
+    units: tuple[Unit, ...] = ()
+    if not problems and recipe.budget is not None:
+        rest_bytes = _rest_bytes(checkpoint, grids.sites)
+        units = plan_units(recipe, grids.sites, grids.specs, formats, rest_bytes, problems, notes)
+    elif not problems:
         shapes = [SiteShape(s.name, s.out_features, s.in_features, s.kind) for s in grids.sites]
         for target in formats:
             problems += [f"{target.name}: {problem}" for problem in target.problems(grids.specs, shapes)]
@@ -189,9 +214,6 @@ def make_plan(recipe: Recipe) -> Plan:
             "warning: transformers cannot open a compressed-tensors checkpoint whose experts stay in floating point; "
             "--format gptq can be opened"
         )
-    checkpoint = replace(
-        checkpoint, tensors={k: v for k, v in checkpoint.tensors.items() if k not in streamed.duplicates}
-    )
     return Plan(
         checkpoint=checkpoint,
         streamed=streamed,
@@ -209,7 +231,13 @@ def make_plan(recipe: Recipe) -> Plan:
         ),
         notes=tuple(notes),
         transforms=chosen.transforms,
+        units=units,
     )
+
+
+def _rest_bytes(checkpoint: Checkpoint, sites: Iterable[LinearSite]) -> int:
+    replaced = {f"{site.name}.weight" for site in sites}
+    return sum(info.total_bytes for key, info in checkpoint.tensors.items() if key not in replaced)
 
 
 def _misfits(streamed: StreamedModel, checkpoint: Checkpoint) -> Iterator[str]:

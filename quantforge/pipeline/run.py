@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from quantforge.model.observe import InputGroup, input_groups, observe, unobserv
 from quantforge.model.skeleton import transformers_version
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import TOKENS_PER_BATCH, StreamedPass
+from quantforge.pipeline.allocate import allocate_plan, with_bits
 from quantforge.pipeline.calibrate import calibrate
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.solve import put_back, solve_sites
@@ -30,6 +31,8 @@ from quantforge.pipeline.writer import sync_tree, write_checkpoint, write_json
 from quantforge.quantized import QuantizedWeight
 from quantforge.recipe import Recipe
 from quantforge.report import (
+    Allocated,
+    Allocation,
     Assembling,
     Event,
     LayerDone,
@@ -70,12 +73,19 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
         return
     _refuse_if_strict(recipe, plan.warnings + (calibration.warnings if calibration is not None else ()))
     with Workspace.open(work, fingerprint | {"files": plan.checkpoint.file_times()}) as workspace:
+        allocation: Allocation | None = None
+        if recipe.budget is not None:
+            assert calibration is not None
+            allocation = yield from _allocate(recipe, plan, workspace, calibration)
+            plan = with_bits(plan, allocation)
         done = workspace.done()
         workspace.reports()  # a damaged one is found before more work is done, not after
         notes = calibration.notes if calibration is not None else ()
         yield RunStarted(plan.layers, done, notes)
         yield from _quantize_layers(recipe, plan, workspace, calibration)
         report = _report(plan, workspace, calibration)
+        if allocation is not None:
+            report = replace(report, allocation=allocation, warnings=allocation.warnings + report.warnings)
         _refuse_if_strict(recipe, report.warnings)
         staged = workspace.fresh_output()
         outputs: list[OutputReport] = []
@@ -98,6 +108,19 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
     yield RunFinished(replace(report, outputs=tuple(outputs)))
 
 
+def _allocate(
+    recipe: Recipe, plan: Plan, workspace: Workspace, calibration: CalibrationSet
+) -> Generator[Event, None, Allocation]:
+    """The bits that an earlier run chose, or a new choice, which is kept."""
+    allocation = workspace.allocation()
+    if allocation is None:
+        with workspace.scratch() as directory:
+            allocation = yield from allocate_plan(recipe, plan, calibration, directory)
+        workspace.keep_allocation(allocation)
+    yield Allocated(allocation)
+    return allocation
+
+
 # ------------------------------------------------------------------------------------------------ layers
 
 
@@ -109,7 +132,7 @@ def _quantize_layers(
         return
     run: StreamedPass | None = None
     transforms: LayerTransforms | None = None
-    if calibration is None:
+    if calibration is None or not plan.needs_gram:
         plan.streamed.load_outer()  # only to find a missing or non-finite tensor before the work, not after
         plan.streamed.drop_outer()
     else:
@@ -214,6 +237,8 @@ def _fingerprint(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None)
         "scale_dtype": plan.spec.scale_dtype,
         "rules": [rule.label() for rule in recipe.rules],
         "specs": {name: spec.label() for name, spec in plan.specs.items() if spec != plan.spec},
+        "budget": recipe.budget_label,
+        "candidate_bits": sorted({bits for unit in plan.units for bits in unit.bits}),
         "activation_bits": None if plan.activations is None else plan.activations.bits,
         "sequential": recipe.sequential,
         "formats": list(plan.formats),
@@ -237,7 +262,14 @@ def _already_published(recipe: Recipe, plan: Plan, fingerprint: dict[str, Any], 
         first = json.loads((plan.output_of(plan.formats[0]) / REPORT_FILE).read_text(encoding="utf-8"))
         reports = tuple(LayerReport.from_json(layer) for layer in first["layers"])
         stored = _run_report(plan, reports, None)
-        report = replace(stored, warnings=tuple(first["warnings"]), calibration=first["calibration"])
+        allocation = first["allocation"]
+        report = replace(
+            stored,
+            spec_label=first["spec_label"],
+            warnings=tuple(first["warnings"]),
+            calibration=first["calibration"],
+            allocation=None if allocation is None else Allocation.from_json(allocation),
+        )
     except (OSError, ValueError, LookupError, TypeError) as error:  # no report, a damaged one, another run's
         raise _exists(plan) from error
     _refuse_if_strict(recipe, report.warnings)
@@ -312,7 +344,7 @@ def _write(
     skipped = write_checkpoint(directory, plan, workspace, load_format(name), facts, recipe.max_shard_bytes)
     if skipped:
         report = replace(report, notes=(f"not copied from the source: {', '.join(skipped)}",))
-    settings = recipe.model_dump(mode="json", exclude={"model", "output"})
+    settings = recipe.model_dump(mode="json", exclude={"model", "output"} | ({"bits"} if recipe.budget else set()))
     content = {"quantforge": __version__, "fingerprint": fingerprint, "recipe": settings} | report.to_json()
     content.pop("outputs")
     write_json(directory / REPORT_FILE, content)

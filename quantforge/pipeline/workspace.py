@@ -1,9 +1,10 @@
 """Finished layers on disk, so that a run that dies can be carried on by giving the same command again.
 
 Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros, and under
-``float:<key>`` tensors that a transform changed; the grid of each site is in the metadata),
-``layer-00012.json`` (its report; its presence means that the layer is done), ``hidden-00013.safetensors`` (the input of
-the next layer). Each file is written under a temporary name, flushed to the disk and renamed; the report comes last.
+``float:<key>`` tensors that a transform changed; the grid of each site is in the metadata), ``layer-00012.json`` (its
+report; its presence means that the layer is done), ``hidden-00013.safetensors`` (the input of the next layer),
+``allocation.json`` (the bits chosen for a budget). Each file is written under a temporary name, flushed to the disk and
+renamed; the report comes last.
 """
 
 import errno
@@ -25,10 +26,11 @@ from safetensors.torch import save
 from quantforge.errors import QuantforgeError, WorkspaceError
 from quantforge.numerics.bits import pack_codes, unpack_codes
 from quantforge.quantized import QuantizedWeight
-from quantforge.report import LayerReport
+from quantforge.report import Allocation, LayerReport
 from quantforge.spec import QuantSpec
 
 FINGERPRINT_FILE = "fingerprint.json"
+ALLOCATION_FILE = "allocation.json"
 FIRST_FILES = {"lock", FINGERPRINT_FILE, f"{FINGERPRINT_FILE}.tmp"}
 """All that a run has written when it is killed before its first layer."""
 
@@ -118,6 +120,31 @@ class Workspace:
             write_atomically(self._hidden_file(layer + 1), *_as_file(hidden))
         write_atomically(self.path / f"layer-{layer:05d}.json", json.dumps(report.to_json()).encode())
         self._hidden_file(layer).unlink(missing_ok=True)
+
+    def allocation(self) -> Allocation | None:
+        """The bits that were chosen, if they were."""
+        file = self.path / ALLOCATION_FILE
+        if not file.exists():
+            return None
+        try:
+            return Allocation.from_json(self._read_json(file))
+        except (KeyError, TypeError) as error:
+            raise self._damaged(file, error) from error
+
+    def keep_allocation(self, allocation: Allocation) -> None:
+        """Make a choice of bits durable."""
+        write_atomically(self.path / ALLOCATION_FILE, json.dumps(allocation.to_json()).encode())
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """An empty directory for files of no lasting use, removed afterwards."""
+        path = self.path / "scratch"
+        shutil.rmtree(path, ignore_errors=True)
+        path.mkdir()
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path)
 
     def reports(self) -> list[LayerReport]:
         """The reports of the committed layers."""
