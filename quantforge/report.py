@@ -197,6 +197,14 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Weighing:
+    """The model is being passed forward and backward to see how much each calibration token matters."""
+
+    done: int
+    steps: int
+
+
+@dataclass(frozen=True)
 class Allocating:
     """The model is being passed forward and backward to see what each site's bits are worth."""
 
@@ -265,6 +273,7 @@ class RunFinished:
 
 Event = (
     Sampling
+    | Weighing
     | Allocating
     | Allocated
     | RunStarted

@@ -6,7 +6,8 @@ import pytest
 from fake_pipeline import run_of
 from rich.console import Console
 
-from quantforge.cli.ui import Ui, duration, gathered, megabytes
+from quantforge.cli.runview import duration, gathered, megabytes
+from quantforge.cli.ui import Ui
 
 
 def test_on_a_terminal_a_bar_counts_layers_above_the_same_lines() -> None:

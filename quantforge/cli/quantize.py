@@ -61,6 +61,10 @@ def quantize(
     act_order: Annotated[Switch, Option("--act-order/--no-act-order", help="Solve active inputs first.")] = None,
     damping: Annotated[float | None, Option("--damping", "--damp", "--percdamp", help="Relative damping.")] = None,
     sequential: Annotated[Literal["layer", "group"] | None, Option(help="When inputs are observed. [layer]")] = None,
+    token_weights: Annotated[
+        Literal["gradient", "none"] | None,
+        Option("--token-weights", help="Calibration tokens count by the model's gradient, or alike. [gradient]"),
+    ] = None,
     scale_dtype: Annotated[Literal["auto", "float16", "bfloat16"] | None, Option(help="[auto]")] = None,
     max_shard_size: Annotated[Text, Option(help="Largest file, such as 500MB. [5GB]")] = None,
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"] | None, Option(help="[auto]")] = None,

@@ -5,7 +5,7 @@ On a terminal a progress bar stays at the bottom; elsewhere (a file, a pipe) the
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from quantforge import report as events
+from quantforge.cli.runview import RunView, chosen, folded, gathered, leaf, megabytes
 from quantforge.recipe import ResolvedRecipe
 
 if TYPE_CHECKING:
@@ -23,34 +24,8 @@ if TYPE_CHECKING:
 Advance = Callable[[str, int, int], None]
 
 
-def megabytes(size_bytes: int) -> str:
-    """``269.1 MB``, a megabyte being 10^6 bytes."""
-    return f"{size_bytes / 1e6:,.1f} MB"
-
-
 def _file_size(size_bytes: int) -> str:
     return megabytes(size_bytes) if size_bytes >= 100_000 else f"{size_bytes:,} bytes"
-
-
-def duration(seconds: float) -> str:
-    """``0:07``, ``12:40``, ``3:02:11``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def gathered(remarks: Iterable[str]) -> list[str]:
-    """Remarks ``<site>: <what>`` that say the same about several sites become one; others stay as they are."""
-    sites: dict[str, list[str]] = {}
-    for remark in remarks:
-        site, colon, what = remark.partition(": ")
-        about_site = bool(colon) and " " not in site and "." in site
-        sites.setdefault(what if about_site else remark, []).extend([site] if about_site else [])
-    result = []
-    for what, names in sites.items():
-        more = f" and {len(names) - 1} more sites" if len(names) > 1 else ""
-        result.append(f"{names[0]}{more}: {what}" if names else what)
-    return result
 
 
 class Ui:
@@ -114,7 +89,7 @@ class Ui:
 
     def follow(self, run: Iterable[events.Event]) -> events.RunReport:
         """Render a run while it goes on, one line a layer; returns its report."""
-        view = _RunView(self)
+        view = RunView(self)
         if self.quiet or not self.err.is_terminal:
             for event in run:
                 view.show(event)
@@ -151,7 +126,7 @@ class Ui:
                 ("output", f"{plan.output} (not written: this is a dry run)"),
             ]
         )
-        rows = Counter((_leaf(s.name), s.out_features, s.in_features, plan.specs[s.name].label()) for s in plan.sites)
+        rows = Counter((leaf(s.name), s.out_features, s.in_features, plan.specs[s.name].label()) for s in plan.sites)
         several = len(set(plan.specs.values())) > 1
         self._table(
             ("site", "count", "out x in", *(("grid",) if several else ())),
@@ -177,9 +152,9 @@ class Ui:
         if ratios:
             self._facts([("loss", f"{sum(ratios) / len(ratios):.3f} x round to nearest (mean over layers)")])
         if folds := [fold for layer in report.layers for fold in layer.transforms]:
-            self._facts([("folds", f"{_folded(folds)} pairs kept")])
+            self._facts([("folds", f"{folded(folds)} pairs kept")])
         if report.allocation is not None:
-            self._facts([("bits", f"{report.allocation.budget}: {_chosen(report.allocation)}")])
+            self._facts([("bits", f"{report.allocation.budget}: {chosen(report.allocation)}")])
             self._table(*_bits_table(report.allocation))
         for output in report.outputs:
             size = _sizes(report.source_bytes, output.tensor_bytes, bits)
@@ -227,7 +202,7 @@ class Ui:
         )
         if found.quantized:
             self._facts([("bits", f"{found.bits_per_weight:.3f} per quantized weight, every byte stored for it")])
-        rows = Counter((_leaf(s.name), tuple(s.shape), s.bits, s.group_size) for s in found.quantized)
+        rows = Counter((leaf(s.name), tuple(s.shape), s.bits, s.group_size) for s in found.quantized)
         self._table(
             ("site", "count", "shape", "bits", "group"),
             [
@@ -256,89 +231,6 @@ class Ui:
             self.out.print(line.rstrip(), soft_wrap=True)
 
 
-class _RunView:
-    """Turns the events of a run into lines; with `bar`, keeps it up to date as well."""
-
-    def __init__(self, ui: Ui) -> None:
-        self.ui = ui
-        self.bar: Progress | None = None
-        self.finished: events.RunReport | None = None
-        self.verified: set[str] = set()
-        self._task: TaskID | None = None
-        self._total = 0
-        self._done = 0
-        self._seconds: list[float] = []
-
-    def show(self, event: events.Event) -> None:
-        match event:
-            case events.Sampling(sequences=sequences, tokens=tokens):
-                self._stage(f"sampling {sequences} x {tokens} calibration tokens from the model itself")
-            case events.Allocating(done=done, steps=steps):
-                self._allocating(done, steps)
-            case events.Allocated(allocation=allocation):
-                self._allocated(allocation)
-            case events.RunStarted():
-                self._start(event)
-            case events.LayerStarted(layer=layer):
-                self._update(f"layer {layer + 1}/{self._total}")
-            case events.LayerTransformed(layer=layer, reports=folds):
-                self._update(f"layer {layer + 1}/{self._total} folded {_folded(folds)} pairs")
-            case events.SiteDone(report=site):
-                self._update(f"layer {site.layer + 1}/{self._total} {_leaf(site.name)}")
-            case events.LayerDone():
-                self._layer(event)
-            case events.Assembling(format=name):
-                self._stage(f"writing {name}")
-            case events.Verifying(format=name):
-                self.verified.add(name)
-                self._stage(f"verifying {name}: reading it back")
-            case events.RunFinished(report=report):
-                self.finished = report
-
-    def _allocating(self, done: int, steps: int) -> None:
-        """A line at each fifth of the way."""
-        if done == 1 or 5 * done // steps != 5 * (done - 1) // steps:
-            self._stage(f"choosing bits: {100 * done // steps}% of a pass forward and backward")
-
-    def _allocated(self, allocation: events.Allocation) -> None:
-        self.ui.say(f"bits chosen for {allocation.budget}: {_chosen(allocation)}")
-
-    def _start(self, event: events.RunStarted) -> None:
-        self._total, self._done = event.layers, event.done
-        self.ui.notes(event.notes)
-        if event.done:
-            self.ui.say(f"resuming: {event.done} of {event.layers} layers were already done")
-        if self.bar is not None:
-            self._task = self.bar.add_task("starting", total=event.layers, completed=event.done, remark="")
-
-    def _layer(self, event: events.LayerDone) -> None:
-        """``layer 3/30  loss 0.412 x RTN  4.250 bits/weight  3.1 s  ETA 1:24``"""
-        report = event.report
-        self._done += 1
-        self._seconds.append(event.seconds)
-        eta = f"ETA {duration(sum(self._seconds) / len(self._seconds) * max(self._total - self._done, 0))}"
-        ratio = report.loss_ratio
-        parts = [
-            f"layer {report.layer + 1}/{self._total}",
-            "loss not measured" if ratio is None else f"loss {ratio:.3f} x RTN",
-            f"{report.bits_per_weight:.3f} bits/weight",
-            f"{event.seconds:.1f} s",
-        ]
-        self.ui.say("  ".join(parts if self.bar else [*parts, eta]))
-        for remark in gathered(report.warnings):  # fallbacks are among them
-            self.ui.say(f"  {remark}")
-        if self.bar is not None and self._task is not None:
-            self.bar.update(self._task, completed=self._done, remark=eta)
-
-    def _stage(self, text: str) -> None:
-        self.ui.say(text)
-        self._update(text)
-
-    def _update(self, text: str) -> None:
-        if self.bar is not None and self._task is not None:
-            self.bar.update(self._task, description=text)
-
-
 def _bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}", markup=False),
@@ -360,10 +252,6 @@ def _document(resolved: ResolvedRecipe, plan: "Plan", report: events.RunReport |
     }
 
 
-def _folded(folds: Sequence[events.TransformReport]) -> str:
-    return f"{sum(fold.kept for fold in folds)} of {len(folds)}"
-
-
 def _planned_size(resolved: ResolvedRecipe, plan: "Plan") -> str:
     if plan.settled:
         return _sizes(plan.source_bytes, plan.estimated_bytes, plan.bits_per_weight) + " (estimated)"
@@ -377,28 +265,15 @@ def _sizes(before_bytes: int, after_bytes: int, bits_per_weight: float) -> str:
     return f"{megabytes(before_bytes)} -> {megabytes(after_bytes)}, {bits_per_weight:.3f} bits per quantized weight"
 
 
-def _chosen(allocation: events.Allocation) -> str:
-    return (
-        f"{allocation.mean_bits:.3f} bits a weight without scales, {megabytes(allocation.estimated_bytes)}, "
-        f"predicted KL {allocation.predicted_kl:.4g} nats a token"
-    )
-
-
 def _bits_table(allocation: events.Allocation) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Header and rows: for each kind of unit, in how many layers it got how many bits."""
     bits = sorted({unit.bits for unit in allocation.units})
     counted: dict[str, Counter[int]] = {}
     for unit in allocation.units:
-        counted.setdefault(_leaf(unit.unit), Counter())[unit.bits] += 1
+        counted.setdefault(leaf(unit.unit), Counter())[unit.bits] += 1
     rows = [(leaf, *(str(counts[width] or "-") for width in bits)) for leaf, counts in counted.items()]
     return ("units", *(f"{width} bits" for width in bits)), rows
 
 
 def _error(standard_error: float | None, digits: int) -> str:
     return "" if standard_error is None else f" +- {standard_error:.{digits}f}"
-
-
-def _leaf(name: str) -> str:
-    """The last part of a site's name that is not a number: ``q_proj``, ``down_proj``."""
-    parts = [part for part in name.split(".") if not part.isdigit() and part != "weight"]
-    return parts[-1] if parts else name

@@ -9,6 +9,7 @@ forward is repeated on the kept input with the layer's own recorded arguments, a
 through. Weights get no gradients. Of the activations, those of one batch in one layer are alive at a time.
 """
 
+import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +169,10 @@ def _head_gradient(run: StreamedPass, generator: torch.Generator) -> torch.Tenso
 def _keep(hidden: torch.Tensor, index: int, directory: Path | None) -> torch.Tensor:
     if directory is None:
         return hidden.clone()
-    kept = torch.from_file(str(_file(directory, index)), shared=True, size=hidden.numel(), dtype=hidden.dtype)
+    file, size_bytes = _file(directory, index), hidden.numel() * hidden.element_size()
+    with open(file, "wb") as handle:
+        os.posix_fallocate(handle.fileno(), 0, size_bytes)  # a full disk is an error here, not a crash later
+    kept = torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype)
     return kept.reshape(hidden.shape).copy_(hidden)
 
 

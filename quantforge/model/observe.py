@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from traceback import clear_frames
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ class InputGroup:
 
     Attributes:
         names: their module paths, in the order they are called.
-        gram: mean outer product of the input rows, [in, in].
+        gram: mean outer product of the input rows, each times its weight, [in, in].
         tokens: input rows seen; 0, with an empty gram, for a site that was never called.
         magnitudes: of the inputs, when they were asked for.
     """
@@ -44,8 +45,15 @@ class InputGroup:
 class _Watch:
     """Forward pre-hooks on the sites of one layer."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], rows_per_batch: int | None = None) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        rows_per_batch: int | None = None,
+        weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    ) -> None:
         self.modules = modules
+        self.weights = weights  # by module path, [tokens of all batches]
+        self._tokens_done = 0  # in the batches before this one
         self.rows_per_batch = rows_per_batch  # of the sample of inputs; None when no magnitudes are asked for
         self.magnitudes: dict[str, MagnitudeAccumulator] = {}
         self.groups: dict[str, list[str]] = {}  # leader -> members, in the order they are first called
@@ -55,7 +63,8 @@ class _Watch:
         self._calls: list[str] = []
         self._inputs: list[tuple[str, torch.Tensor, int]] = []  # of this batch, kept alive while pointers are compared
 
-    def batch_done(self) -> None:
+    def batch_done(self, tokens: int = 0) -> None:
+        self._tokens_done += tokens
         if self._first_calls is None:
             self._first_calls = self._calls
         self._calls = []
@@ -75,7 +84,7 @@ class _Watch:
             self.groups.setdefault(self._leader[name], []).append(name)
         leader = self._leader[name]
         if leader == name:
-            self.grams.setdefault(name, GramAccumulator(value.shape[-1], name)).add(value)
+            self.grams.setdefault(name, GramAccumulator(value.shape[-1], name)).add(value, self._weights(name, value))
             if self.rows_per_batch is not None:
                 self.magnitudes.setdefault(name, MagnitudeAccumulator(self.rows_per_batch)).add(value)
         elif leader not in same:
@@ -87,10 +96,24 @@ class _Watch:
         if self._calls == self._first_calls and self.modules.keys() == set(self._calls):
             raise _Observed  # nothing that is still to come is watched
 
+    def _weights(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
+        """The weights of the tokens of this batch."""
+        if name not in self.weights:
+            return None
+        rows = value.numel() // value.shape[-1]
+        own = self.weights[name][self._tokens_done : self._tokens_done + rows]
+        if len(own) != rows:
+            raise NumericsError(f"{name}: {rows} input rows after {self._tokens_done} tokens, but {len(own)} weights")
+        return own
+
 
 @torch.no_grad()
 def observe(
-    run: StreamedPass, index: int, modules: Mapping[str, nn.Module], rows_per_batch: int | None = None
+    run: StreamedPass,
+    index: int,
+    modules: Mapping[str, nn.Module],
+    rows_per_batch: int | None = None,
+    weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> list[InputGroup]:
     """Feed a layer's recorded inputs through it and gather statistics of the given sites' inputs.
 
@@ -98,10 +121,12 @@ def observe(
         run: the pass, its hidden states being the input of layer `index`, which must be loaded.
         modules: module path -> module, the sites to watch.
         rows_per_batch: when given, magnitudes of the inputs are gathered too, and so many rows of each batch.
+        weights: module path -> [samples * length], how much each token counts; sites that share an input must share
+            them. A site without any counts all tokens alike.
 
     A site that was never called comes back with 0 tokens. Raises NumericsError when a site saw non-finite inputs.
     """
-    watch = _Watch(modules, rows_per_batch)
+    watch = _Watch(modules, rows_per_batch, weights)
     hooks = [watch.hook(name) for name in modules]
     layer = run.owner.layers[index]
     try:
@@ -110,7 +135,7 @@ def observe(
                 call.run(layer, hidden)
             except _Observed as stop:
                 clear_frames(stop.__traceback__)  # they hold activations, in cycles that are collected much later
-            watch.batch_done()
+            watch.batch_done(hidden.shape[0] * hidden.shape[1])
     finally:
         for handle in hooks:
             handle.remove()

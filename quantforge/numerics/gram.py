@@ -20,7 +20,7 @@ def _block_bounds(in_features: int) -> list[tuple[int, int]]:
 
 
 class GramAccumulator:
-    """The sum of x x^T over every input row of a site.
+    """The sum of x x^T, weighted or not, over every input row of a site.
 
     Only the upper block-columns are computed, 10/16 of the work of ``x.T @ x`` with four blocks; `mean` mirrors them in
     place and hands the matrix over, so that there is never a second one. Sums are float32, or float64 when the first
@@ -40,8 +40,10 @@ class GramAccumulator:
         self._total: Tensor | None = None  # [in, in], valid on and above the diagonal blocks
         self._taken = False
 
-    def add(self, x: Tensor) -> None:
+    def add(self, x: Tensor, weights: Tensor | None = None) -> None:
         """Add inputs ``[..., in]`` of any floating dtype; leading dimensions count as tokens.
+
+        `weights` [tokens], not negative, say how much each of them counts; None is 1 for all.
 
         Values are not looked at here (that would cost a pass a batch): `mean` finds what is not finite.
         """
@@ -53,6 +55,8 @@ class GramAccumulator:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             self._total = torch.zeros(self.in_features, self.in_features, dtype=dtype, device=x.device)
         rows = rows.to(self._total.dtype)
+        if weights is not None:
+            rows = rows * weights.to(rows).sqrt().unsqueeze(1)
         for start, stop in self._blocks:
             self._total[start:stop, start:].addmm_(rows[:, start:stop].t(), rows[:, start:])
         self.tokens += rows.shape[0]

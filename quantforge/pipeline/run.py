@@ -2,49 +2,38 @@
 
 import json
 import os
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from quantforge import __version__
 from quantforge.calibration import CalibrationSet
-from quantforge.errors import NumericsError, QuantforgeError, WorkspaceError
+from quantforge.errors import QuantforgeError, WorkspaceError
 from quantforge.formats import CheckpointFacts, load_format
-from quantforge.model.activations import quantized_inputs
-from quantforge.model.observe import InputGroup, input_groups, observe, unobserved
 from quantforge.model.skeleton import transformers_version
 from quantforge.model.source import open_checkpoint
-from quantforge.model.streamed import TOKENS_PER_BATCH, StreamedPass
+from quantforge.model.streamed import TOKENS_PER_BATCH
 from quantforge.pipeline.allocate import allocate_plan, with_bits
 from quantforge.pipeline.calibrate import calibrate
+from quantforge.pipeline.layers import quantize_layers
 from quantforge.pipeline.plan import Plan
-from quantforge.pipeline.solve import put_back, solve_sites
-from quantforge.pipeline.transform import LayerTransforms, Transformed
 from quantforge.pipeline.verify import verify_checkpoint
 from quantforge.pipeline.workspace import Workspace, discard, disk_errors, owned, sync_directory
 from quantforge.pipeline.writer import sync_tree, write_checkpoint, write_json
-from quantforge.quantized import QuantizedWeight
 from quantforge.recipe import Recipe
 from quantforge.report import (
     Allocated,
     Allocation,
     Assembling,
     Event,
-    LayerDone,
     LayerReport,
-    LayerStarted,
-    LayerTransformed,
     OutputReport,
     RunFinished,
     RunReport,
     RunStarted,
-    SiteDone,
-    SiteReport,
     Verifying,
 )
 
@@ -82,7 +71,7 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
         workspace.reports()  # a damaged one is found before more work is done, not after
         notes = calibration.notes if calibration is not None else ()
         yield RunStarted(plan.layers, done, notes)
-        yield from _quantize_layers(recipe, plan, workspace, calibration)
+        yield from quantize_layers(recipe, plan, workspace, calibration)
         report = _report(plan, workspace, calibration)
         if allocation is not None:
             report = replace(report, allocation=allocation, warnings=allocation.warnings + report.warnings)
@@ -121,101 +110,6 @@ def _allocate(
     return allocation
 
 
-# ------------------------------------------------------------------------------------------------ layers
-
-
-def _quantize_layers(
-    recipe: Recipe, plan: Plan, workspace: Workspace, calibration: CalibrationSet | None
-) -> Iterator[Event]:
-    done = workspace.done()
-    if done == plan.layers:
-        return
-    run: StreamedPass | None = None
-    transforms: LayerTransforms | None = None
-    if calibration is None or not plan.needs_gram:
-        plan.streamed.load_outer()  # only to find a missing or non-finite tensor before the work, not after
-        plan.streamed.drop_outer()
-    else:
-        run = plan.streamed.begin(calibration.tokens)
-        transforms = LayerTransforms(plan, run) if plan.transforms else None
-        plan.streamed.drop_outer()
-        if done:
-            run.hidden = workspace.hidden(done)
-    for index in range(done, plan.layers):
-        started = time.monotonic()
-        yield LayerStarted(index)
-        layer = plan.streamed.load_layer(index)
-        sites = {site.module: site for site in plan.sites if site.layer == index}
-        modules = {site.module: plan.streamed.model.get_submodule(site.module) for site in sites.values()}
-        weights: dict[str, QuantizedWeight] = {}
-        reports: list[SiteReport] = []
-        changed: Transformed | None = None
-        if transforms is not None and modules:
-            changed = transforms.apply(index, modules)
-            yield LayerTransformed(index, changed.reports)
-        with quantized_inputs(modules.values(), plan.activations):  # what is observed is what the sites will be given
-            for group in _stages(recipe, run, index, modules, changed):
-                solved = solve_sites(plan, [sites[name] for name in group.names], modules, group)
-                for site, weight, report in solved:
-                    put_back(modules[site.module], weight)
-                    weights[site.name] = weight
-                    reports.append(report)
-                    yield SiteDone(report)
-            if run is not None and index + 1 < plan.layers:
-                run.advance(index)
-                _require_finite(run.hidden, index)
-        del layer
-        plan.streamed.drop_layer(index)
-        remarks, folds = (changed.warnings, changed.reports) if changed is not None else ((), ())
-        layer_report = LayerReport(index, tuple(reports), (*remarks, *_warnings(reports)), folds)
-        last = index + 1 == plan.layers
-        floats = changed.floats if changed is not None else {}
-        workspace.commit(index, weights, layer_report, None if run is None or last else run.hidden, floats)
-        yield LayerDone(layer_report, time.monotonic() - started)
-
-
-def _stages(
-    recipe: Recipe,
-    run: StreamedPass | None,
-    index: int,
-    modules: Mapping[str, nn.Module],
-    changed: Transformed | None,
-) -> Iterator[InputGroup]:
-    """Input groups with their statistics; by group, each is observed after the earlier ones were quantized."""
-    if not modules:
-        return
-    if run is None:
-        for name in modules:
-            yield unobserved(name)
-    elif recipe.sequential == "layer" and changed is not None:
-        yield from changed.groups
-    elif recipe.sequential == "layer":
-        yield from observe(run, index, modules)
-    else:
-        for names in input_groups(run, index, modules):
-            yield from observe(run, index, {name: modules[name] for name in names})
-
-
-def _require_finite(hidden: torch.Tensor, layer: int) -> None:
-    if not bool(torch.isfinite(hidden).all()):
-        bad = int((~torch.isfinite(hidden)).any(-1).sum())
-        raise NumericsError(f"layer {layer}: the output is not finite for {bad} of {hidden[..., 0].numel()} tokens")
-
-
-def _warnings(reports: Sequence[SiteReport]) -> Iterator[str]:
-    for report in reports:
-        if report.fallback is not None:
-            yield f"{report.name}: {report.fallback}"
-        elif report.damping_steps:
-            yield f"{report.name}: damping raised {report.damping_steps} times, to {report.damping}"
-        if 0 < report.tokens < report.in_features:
-            yield (
-                f"{report.name}: {report.tokens} calibration tokens for {report.in_features} inputs; raise --nsamples"
-            )
-        if report.dead_inputs:
-            yield f"{report.name}: {report.dead_inputs} of {report.in_features} inputs were never active"
-
-
 # ------------------------------------------------------------------------------------------------ before and after
 
 
@@ -240,6 +134,7 @@ def _fingerprint(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None)
         "budget": recipe.budget_label,
         "candidate_bits": sorted({bits for unit in plan.units for bits in unit.bits}),
         "activation_bits": None if plan.activations is None else plan.activations.bits,
+        "token_weights": recipe.token_weights if plan.needs_gram else "none",
         "sequential": recipe.sequential,
         "formats": list(plan.formats),
         "max_shard_bytes": recipe.max_shard_bytes,

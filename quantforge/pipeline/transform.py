@@ -54,8 +54,8 @@ class LayerTransforms:
         self._known: dict[object, list[Pair]] = {}
 
     @torch.no_grad()
-    def apply(self, index: int, modules: Mapping[str, nn.Module]) -> Transformed:
-        """Change the loaded layer `index`; `modules` are its sites by module path.
+    def apply(self, index: int, modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> Transformed:
+        """Change the loaded layer `index`; `modules` are its sites by module path, `weights` those of `observe`.
 
         A fold is kept when the layer's output, the sites involved rounded to nearest, comes closer to what the layer
         gave before; measured on the first batch of calibration tokens.
@@ -63,7 +63,8 @@ class LayerTransforms:
         layer = self.run.owner.layers[index]
         samples = any(transform.needs_rows for transform in self.plan.transforms)
         rows_per_batch = math.ceil(SAMPLED_ROWS / len(self.run.calls[index])) if samples else 0
-        work = _Layer(self.plan, self.run, index, modules, observe(self.run, index, modules, rows_per_batch))
+        groups = observe(self.run, index, modules, rows_per_batch, weights)
+        work = _Layer(self.plan, self.run, index, modules, groups)
         pairs = self._pairs(index, layer)
         for transform in self.plan.transforms:
             for pair, broken in pairs:

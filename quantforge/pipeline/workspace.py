@@ -3,8 +3,8 @@
 Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros, and under
 ``float:<key>`` tensors that a transform changed; the grid of each site is in the metadata), ``layer-00012.json`` (its
 report; its presence means that the layer is done), ``hidden-00013.safetensors`` (the input of the next layer),
-``allocation.json`` (the bits chosen for a budget). Each file is written under a temporary name, flushed to the disk and
-renamed; the report comes last.
+``allocation.json`` (the bits chosen for a budget), ``token-weights.safetensors``. Each file is written under a
+temporary name, flushed to the disk and renamed; the report comes last.
 """
 
 import errno
@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 
 from quantforge.errors import QuantforgeError, WorkspaceError
 from quantforge.numerics.bits import pack_codes, unpack_codes
@@ -31,6 +31,7 @@ from quantforge.spec import QuantSpec
 
 FINGERPRINT_FILE = "fingerprint.json"
 ALLOCATION_FILE = "allocation.json"
+WEIGHTS_FILE = "token-weights.safetensors"
 FIRST_FILES = {"lock", FINGERPRINT_FILE, f"{FINGERPRINT_FILE}.tmp"}
 """All that a run has written when it is killed before its first layer."""
 
@@ -134,6 +135,20 @@ class Workspace:
     def keep_allocation(self, allocation: Allocation) -> None:
         """Make a choice of bits durable."""
         write_atomically(self.path / ALLOCATION_FILE, json.dumps(allocation.to_json()).encode())
+
+    def token_weights(self) -> dict[str, torch.Tensor] | None:
+        """The weights of calibration tokens, by module path, if they are known."""
+        file = self.path / WEIGHTS_FILE
+        if not file.exists():
+            return None
+        try:
+            return load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise self._damaged(file, error) from error
+
+    def keep_token_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Make the weights of calibration tokens durable."""
+        write_atomically(self.path / WEIGHTS_FILE, save(dict(weights)))
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:

@@ -1,0 +1,145 @@
+"""A run as a user follows it: events become lines, and a bar on a terminal."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.progress import Progress, TaskID
+
+from quantforge import report as events
+
+if TYPE_CHECKING:
+    from quantforge.cli.ui import Ui
+
+
+def megabytes(size_bytes: int) -> str:
+    """``269.1 MB``, a megabyte being 10^6 bytes."""
+    return f"{size_bytes / 1e6:,.1f} MB"
+
+
+def duration(seconds: float) -> str:
+    """``0:07``, ``12:40``, ``3:02:11``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def gathered(remarks: Iterable[str]) -> list[str]:
+    """Remarks ``<site>: <what>`` that say the same about several sites become one; others stay as they are."""
+    sites: dict[str, list[str]] = {}
+    for remark in remarks:
+        site, colon, what = remark.partition(": ")
+        about_site = bool(colon) and " " not in site and "." in site
+        sites.setdefault(what if about_site else remark, []).extend([site] if about_site else [])
+    result = []
+    for what, names in sites.items():
+        more = f" and {len(names) - 1} more sites" if len(names) > 1 else ""
+        result.append(f"{names[0]}{more}: {what}" if names else what)
+    return result
+
+
+def folded(folds: Sequence[events.TransformReport]) -> str:
+    return f"{sum(fold.kept for fold in folds)} of {len(folds)}"
+
+
+def chosen(allocation: events.Allocation) -> str:
+    return (
+        f"{allocation.mean_bits:.3f} bits a weight without scales, {megabytes(allocation.estimated_bytes)}, "
+        f"predicted KL {allocation.predicted_kl:.4g} nats a token"
+    )
+
+
+def leaf(name: str) -> str:
+    """The last part of a site's name that is not a number: ``q_proj``, ``down_proj``."""
+    parts = [part for part in name.split(".") if not part.isdigit() and part != "weight"]
+    return parts[-1] if parts else name
+
+
+class RunView:
+    """Turns the events of a run into lines; with `bar`, keeps it up to date as well."""
+
+    def __init__(self, ui: "Ui") -> None:
+        self.ui = ui
+        self.bar: Progress | None = None
+        self.finished: events.RunReport | None = None
+        self.verified: set[str] = set()
+        self._task: TaskID | None = None
+        self._total = 0
+        self._done = 0
+        self._seconds: list[float] = []
+        self._pass_started = 0.0
+
+    def show(self, event: events.Event) -> None:
+        match event:
+            case events.Sampling(sequences=sequences, tokens=tokens):
+                self._stage(f"sampling {sequences} x {tokens} calibration tokens from the model itself")
+            case events.Weighing(done=done, steps=steps):
+                self._pass("weighing calibration tokens", done, steps)
+            case events.Allocating(done=done, steps=steps):
+                self._pass("choosing bits", done, steps)
+            case events.Allocated(allocation=allocation):
+                self._allocated(allocation)
+            case events.RunStarted():
+                self._start(event)
+            case events.LayerStarted(layer=layer):
+                self._update(f"layer {layer + 1}/{self._total}")
+            case events.LayerTransformed(layer=layer, reports=folds):
+                self._update(f"layer {layer + 1}/{self._total} folded {folded(folds)} pairs")
+            case events.SiteDone(report=site):
+                self._update(f"layer {site.layer + 1}/{self._total} {leaf(site.name)}")
+            case events.LayerDone():
+                self._layer(event)
+            case events.Assembling(format=name):
+                self._stage(f"writing {name}")
+            case events.Verifying(format=name):
+                self.verified.add(name)
+                self._stage(f"verifying {name}: reading it back")
+            case events.RunFinished(report=report):
+                self.finished = report
+
+    def _pass(self, what: str, done: int, steps: int) -> None:
+        """Of a pass over the whole model, forward and backward: a line at each fifth of the way, with the time left."""
+        now = time.monotonic()
+        if done == 1:
+            self._pass_started = now
+        if done == 1 or 5 * done // steps != 5 * (done - 1) // steps:
+            left = f", ETA {duration((now - self._pass_started) / (done - 1) * (steps - done))}" if done > 1 else ""
+            self._stage(f"{what}: {100 * done // steps}% of a pass forward and backward{left}")
+
+    def _allocated(self, allocation: events.Allocation) -> None:
+        self.ui.say(f"bits chosen for {allocation.budget}: {chosen(allocation)}")
+
+    def _start(self, event: events.RunStarted) -> None:
+        self._total, self._done = event.layers, event.done
+        self.ui.notes(event.notes)
+        if event.done:
+            self.ui.say(f"resuming: {event.done} of {event.layers} layers were already done")
+        if self.bar is not None:
+            self._task = self.bar.add_task("starting", total=event.layers, completed=event.done, remark="")
+
+    def _layer(self, event: events.LayerDone) -> None:
+        """``layer 3/30  loss 0.412 x RTN  4.250 bits/weight  3.1 s  ETA 1:24``"""
+        report = event.report
+        self._done += 1
+        self._seconds.append(event.seconds)
+        eta = f"ETA {duration(sum(self._seconds) / len(self._seconds) * max(self._total - self._done, 0))}"
+        ratio = report.loss_ratio
+        parts = [
+            f"layer {report.layer + 1}/{self._total}",
+            "loss not measured" if ratio is None else f"loss {ratio:.3f} x RTN",
+            f"{report.bits_per_weight:.3f} bits/weight",
+            f"{event.seconds:.1f} s",
+        ]
+        self.ui.say("  ".join(parts if self.bar else [*parts, eta]))
+        for remark in gathered(report.warnings):  # fallbacks are among them
+            self.ui.say(f"  {remark}")
+        if self.bar is not None and self._task is not None:
+            self.bar.update(self._task, completed=self._done, remark=eta)
+
+    def _stage(self, text: str) -> None:
+        self.ui.say(text)
+        self._update(text)
+
+    def _update(self, text: str) -> None:
+        if self.bar is not None and self._task is not None:
+            self.bar.update(self._task, description=text)
