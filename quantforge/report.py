@@ -159,11 +159,30 @@ class Allocation:
 
 
 @dataclass(frozen=True)
+class TuneReport:
+    """What came of tuning the scales.
+
+    Attributes:
+        epochs, steps: how long.
+        held_out: calibration sequences that were not tuned on.
+        kl_before, kl_after: KL from the original on those, nats a token.
+        kept: whether the tuned scales are in the output.
+    """
+
+    epochs: int
+    steps: int
+    held_out: int
+    kl_before: float
+    kl_after: float
+    kept: bool
+
+
+@dataclass(frozen=True)
 class RunReport:
     """The whole run: every layer, every output, everything a user should know.
 
     `kept` maps each parameter of two or more dims that was not quantized to the reason; `allocation` says how bits were
-    chosen, when they were.
+    chosen, and `tuning` what tuning the scales brought, when they were.
     """
 
     method: str
@@ -176,6 +195,7 @@ class RunReport:
     calibration: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     allocation: Allocation | None = None
+    tuning: TuneReport | None = None
 
     @property
     def fallbacks(self) -> list[SiteReport]:
@@ -202,6 +222,15 @@ class Weighing:
 
     done: int
     steps: int
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A step of tuning the scales is done; `kl` is from the original on the sequences of this step, nats a token."""
+
+    step: int
+    steps: int
+    kl: float
 
 
 @dataclass(frozen=True)
@@ -274,6 +303,7 @@ class RunFinished:
 Event = (
     Sampling
     | Weighing
+    | Tuning
     | Allocating
     | Allocated
     | RunStarted

@@ -61,6 +61,9 @@ def quantize(
     act_order: Annotated[Switch, Option("--act-order/--no-act-order", help="Solve active inputs first.")] = None,
     damping: Annotated[float | None, Option("--damping", "--damp", "--percdamp", help="Relative damping.")] = None,
     sequential: Annotated[Literal["layer", "group"] | None, Option(help="When inputs are observed. [layer]")] = None,
+    tune_epochs: Annotated[
+        int | None, Option("--tune-epochs", help="Epochs of tuning all scales end to end; the model must fit. [0]")
+    ] = None,
     token_weights: Annotated[
         Literal["gradient", "none"] | None,
         Option("--token-weights", help="Calibration tokens count by the model's gradient, or alike. [gradient]"),

@@ -75,6 +75,8 @@ class RunView:
                 self._stage(f"sampling {sequences} x {tokens} calibration tokens from the model itself")
             case events.Weighing(done=done, steps=steps):
                 self._pass("weighing calibration tokens", done, steps)
+            case events.Tuning(step=step, steps=steps, kl=kl):
+                self._tuning(step, steps, kl)
             case events.Allocating(done=done, steps=steps):
                 self._pass("choosing bits", done, steps)
             case events.Allocated(allocation=allocation):
@@ -105,6 +107,13 @@ class RunView:
         if done == 1 or 5 * done // steps != 5 * (done - 1) // steps:
             left = f", ETA {duration((now - self._pass_started) / (done - 1) * (steps - done))}" if done > 1 else ""
             self._stage(f"{what}: {100 * done // steps}% of a pass forward and backward{left}")
+
+    def _tuning(self, step: int, steps: int, kl: float) -> None:
+        now = time.monotonic()
+        if step == 1:
+            self._pass_started = now
+        eta = f"  ETA {duration((now - self._pass_started) / (step - 1) * (steps - step))}" if step > 1 else ""
+        self._stage(f"tuning scales: step {step}/{steps}  KL {kl:.4f}{eta}")
 
     def _allocated(self, allocation: events.Allocation) -> None:
         self.ui.say(f"bits chosen for {allocation.budget}: {chosen(allocation)}")

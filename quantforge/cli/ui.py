@@ -153,6 +153,10 @@ class Ui:
             self._facts([("loss", f"{sum(ratios) / len(ratios):.3f} x round to nearest (mean over layers)")])
         if folds := [fold for layer in report.layers for fold in layer.transforms]:
             self._facts([("folds", f"{folded(folds)} pairs kept")])
+        if (tuned := report.tuning) is not None:
+            said = "" if tuned.kept else ", so the scales were left as they were"
+            values = f"KL {tuned.kl_before:.4f} -> {tuned.kl_after:.4f} on {tuned.held_out} held-out sequences{said}"
+            self._facts([("tuning", values)])
         if report.allocation is not None:
             self._facts([("bits", f"{report.allocation.budget}: {chosen(report.allocation)}")])
             self._table(*_bits_table(report.allocation))

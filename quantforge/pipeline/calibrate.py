@@ -1,14 +1,12 @@
 """The calibration tokens of a run: from text, or sampled from the model itself (why: docs/calibration.md)."""
 
-import os
 from collections.abc import Generator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from quantforge.calibration import CalibrationSet, build_calibration
 from quantforge.errors import QuantforgeError
+from quantforge.model.memory import memory_bytes
 from quantforge.model.sampling import sample_sequences
 from quantforge.model.tokenizer import load_tokenizer
 from quantforge.pipeline.plan import Plan
@@ -26,7 +24,7 @@ def calibrate(recipe: Recipe, plan: Plan) -> Generator[Event, None, CalibrationS
 
     Raises CalibrationError when the text does not do, QuantforgeError when tokenizer and weights do not fit.
     """
-    if not plan.needs_gram and recipe.budget is None:
+    if not plan.needs_gram and recipe.budget is None and not recipe.tune_epochs:
         return None
     asked = recipe.calibration
     config: Any = plan.streamed.model.config
@@ -66,17 +64,10 @@ def calibrate(recipe: Recipe, plan: Plan) -> Generator[Event, None, CalibrationS
 def _default_source(plan: Plan) -> tuple[str, tuple[str, ...]]:
     """What to calibrate on when nothing is said, and why: the model's own samples, unless it is too large for that."""
     needed_bytes = 4 * sum(parameter.numel() for parameter in plan.streamed.model.parameters())
-    memory_bytes = _memory_bytes(plan.streamed.device)
-    if needed_bytes <= MEMORY_SHARE * memory_bytes:
+    available_bytes = memory_bytes(plan.streamed.device)
+    if needed_bytes <= MEMORY_SHARE * available_bytes:
         return FROM_MODEL, ()
     return BUILTIN, (
         f"calibrating on the built-in text: the model takes {needed_bytes / 1e9:.1f} GB whole, too much of "
-        f"{memory_bytes / 1e9:.1f} GB to sample from it; text of your own serves better: --dataset FILE",
+        f"{available_bytes / 1e9:.1f} GB to sample from it; text of your own serves better: --dataset FILE",
     )
-
-
-def _memory_bytes(device: torch.device) -> int:
-    """All memory of the device, free or not, so that the answer does not change between two runs."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

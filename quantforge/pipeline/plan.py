@@ -9,6 +9,7 @@ from typing import Any
 from quantforge.errors import PlanError, UsageError
 from quantforge.formats import SiteShape, load_format
 from quantforge.methods import Method, OptionValue
+from quantforge.model.memory import memory_bytes
 from quantforge.model.packed import quantization_config
 from quantforge.model.shards import DTYPES
 from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
@@ -22,6 +23,8 @@ from quantforge.spec import ActivationSpec, QuantSpec, ScaleDtype, label_of
 from quantforge.transforms import Transform
 
 SHOWN_TENSORS = 20
+TUNING_BYTES = 16
+"""Memory that tuning takes for each parameter: the weight, its codes, its gradient, and room for activations."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,6 +197,8 @@ def make_plan(recipe: Recipe) -> Plan:
         shapes = [SiteShape(s.name, s.out_features, s.in_features, s.kind) for s in grids.sites]
         for target in formats:
             problems += [f"{target.name}: {problem}" for problem in target.problems(grids.specs, shapes)]
+    if recipe.tune_epochs:
+        problems += _tuning_problems(streamed, activations)
     if problems:
         raise PlanError(problems)
     if device != "cpu":
@@ -262,6 +267,22 @@ def _misfits(streamed: StreamedModel, checkpoint: Checkpoint) -> Iterator[str]:
         more = [f"  ... and {len(wrong) - SHOWN_TENSORS} more"] if len(wrong) > SHOWN_TENSORS else []
         yield "\n".join(
             [f"{checkpoint.path}: {len(wrong)} tensors do not fit config.json", *wrong[:SHOWN_TENSORS], *more]
+        )
+
+
+def _tuning_problems(streamed: StreamedModel, activations: ActivationSpec | None) -> Iterator[str]:
+    """What forbids tuning the scales of this model end to end."""
+    if activations is not None:
+        yield (
+            "--tune-epochs follows gradients, and rounded activations have none; use --tune-epochs 0 with "
+            "--activation-bits"
+        )
+    needed_bytes = TUNING_BYTES * sum(parameter.numel() for parameter in streamed.model.parameters())
+    available_bytes = memory_bytes(streamed.device)
+    if needed_bytes > available_bytes:
+        yield (
+            f"--tune-epochs needs the whole model, its gradients and activations in memory: about "
+            f"{needed_bytes / 1e9:.1f} GB of {available_bytes / 1e9:.1f} GB; use --tune-epochs 0"
         )
 
 

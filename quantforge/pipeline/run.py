@@ -18,10 +18,12 @@ from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import TOKENS_PER_BATCH
 from quantforge.pipeline.allocate import allocate_plan, with_bits
 from quantforge.pipeline.calibrate import calibrate
+from quantforge.pipeline.files import disk_errors, sync_directory
 from quantforge.pipeline.layers import quantize_layers
 from quantforge.pipeline.plan import Plan
+from quantforge.pipeline.tune import tune_scales
 from quantforge.pipeline.verify import verify_checkpoint
-from quantforge.pipeline.workspace import Workspace, discard, disk_errors, owned, sync_directory
+from quantforge.pipeline.workspace import Workspace, discard, owned
 from quantforge.pipeline.writer import sync_tree, write_checkpoint, write_json
 from quantforge.recipe import Recipe
 from quantforge.report import (
@@ -34,6 +36,7 @@ from quantforge.report import (
     RunFinished,
     RunReport,
     RunStarted,
+    TuneReport,
     Verifying,
 )
 
@@ -72,7 +75,12 @@ def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
         notes = calibration.notes if calibration is not None else ()
         yield RunStarted(plan.layers, done, notes)
         yield from quantize_layers(recipe, plan, workspace, calibration)
-        report = _report(plan, workspace, calibration)
+        tuning: TuneReport | None = None
+        if recipe.tune_epochs:
+            assert calibration is not None
+            trusted = recipe.trust_remote_code
+            tuning = yield from tune_scales(plan, workspace, calibration, recipe.tune_epochs, trust_remote_code=trusted)
+        report = replace(_report(plan, workspace, calibration), tuning=tuning)
         if allocation is not None:
             report = replace(report, allocation=allocation, warnings=allocation.warnings + report.warnings)
         _refuse_if_strict(recipe, report.warnings)
@@ -136,6 +144,7 @@ def _fingerprint(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None)
         "activation_bits": None if plan.activations is None else plan.activations.bits,
         "token_weights": recipe.token_weights if plan.needs_gram else "none",
         "sequential": recipe.sequential,
+        "tune_epochs": recipe.tune_epochs,
         "formats": list(plan.formats),
         "max_shard_bytes": recipe.max_shard_bytes,
         "ignore": list(recipe.ignore),
@@ -164,6 +173,7 @@ def _already_published(recipe: Recipe, plan: Plan, fingerprint: dict[str, Any], 
             warnings=tuple(first["warnings"]),
             calibration=first["calibration"],
             allocation=None if allocation is None else Allocation.from_json(allocation),
+            tuning=None if first["tuning"] is None else TuneReport(**first["tuning"]),
         )
     except (OSError, ValueError, LookupError, TypeError) as error:  # no report, a damaged one, another run's
         raise _exists(plan) from error

@@ -3,21 +3,20 @@
 Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros, and under
 ``float:<key>`` tensors that a transform changed; the grid of each site is in the metadata), ``layer-00012.json`` (its
 report; its presence means that the layer is done), ``hidden-00013.safetensors`` (the input of the next layer),
-``allocation.json`` (the bits chosen for a budget), ``token-weights.safetensors``. Each file is written under a
-temporary name, flushed to the disk and renamed; the report comes last.
+``allocation.json`` (the bits chosen for a budget), ``token-weights.safetensors``, ``tuning.safetensors`` (unfinished)
+and ``tuned.safetensors``. Each file is written under a temporary name, flushed to the disk and renamed; the report
+comes last.
 """
 
-import errno
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,19 +24,35 @@ from safetensors.torch import load_file, save
 
 from quantforge.errors import QuantforgeError, WorkspaceError
 from quantforge.numerics.bits import pack_codes, unpack_codes
+from quantforge.pipeline.files import write_atomically
 from quantforge.quantized import QuantizedWeight
-from quantforge.report import Allocation, LayerReport
+from quantforge.report import Allocation, LayerReport, TuneReport
 from quantforge.spec import QuantSpec
 
 FINGERPRINT_FILE = "fingerprint.json"
 ALLOCATION_FILE = "allocation.json"
 WEIGHTS_FILE = "token-weights.safetensors"
+TUNING_FILE = "tuning.safetensors"
+TUNED_FILE = "tuned.safetensors"
 FIRST_FILES = {"lock", FINGERPRINT_FILE, f"{FINGERPRINT_FILE}.tmp"}
 """All that a run has written when it is killed before its first layer."""
 
 FLOAT = "float:"
 
-FULL = (errno.ENOSPC, errno.EDQUOT)
+
+@dataclass(frozen=True, eq=False)
+class TuningState:
+    """Scale tuning, under way.
+
+    Attributes:
+        step: steps done.
+        kl_before: of the held-out sequences, before the first step.
+        tensors: factors and moments, by site and part.
+    """
+
+    step: int
+    kl_before: float
+    tensors: Mapping[str, torch.Tensor]
 
 
 class Workspace:
@@ -150,6 +165,47 @@ class Workspace:
         """Make the weights of calibration tokens durable."""
         write_atomically(self.path / WEIGHTS_FILE, save(dict(weights)))
 
+    def tuning(self) -> TuningState | None:
+        """How far the tuning of scales was, if it was begun."""
+        file = self.path / TUNING_FILE
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, "pt") as tensors:
+                known = tensors.metadata() or {}
+                kept = {name: tensors.get_tensor(name).clone() for name in tensors.keys()}  # noqa: SIM118
+            return TuningState(int(known["step"]), float.fromhex(known["kl_before"]), kept)
+        except (SafetensorError, OSError, ValueError, KeyError) as error:
+            raise self._damaged(file, error) from error
+
+    def keep_tuning(self, state: TuningState) -> None:
+        """Make the state of the tuning durable."""
+        known = {"step": str(state.step), "kl_before": state.kl_before.hex()}
+        write_atomically(self.path / TUNING_FILE, save(dict(state.tensors), known))
+
+    def tuned(self) -> TuneReport | None:
+        """What came of the tuning, if it is finished."""
+        file = self.path / TUNED_FILE
+        if not file.exists():
+            return None
+        try:
+            with safe_open(file, "pt") as tensors:
+                return TuneReport(**json.loads((tensors.metadata() or {})["report"]))
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(file, error) from error
+
+    def keep_tuned(self, report: TuneReport, scales: Mapping[str, torch.Tensor]) -> None:
+        """Finish the tuning: from now on `weight` has these scales, by site name."""
+        write_atomically(self.path / TUNED_FILE, save(dict(scales), {"report": json.dumps(asdict(report))}))
+        (self.path / TUNING_FILE).unlink(missing_ok=True)
+
+    def _tuned_scale(self, name: str) -> torch.Tensor | None:
+        file = self.path / TUNED_FILE
+        if not file.exists():
+            return None
+        with safe_open(file, "pt") as tensors:
+            return tensors.get_tensor(name).clone() if name in tensors.keys() else None  # noqa: SIM118
+
     @contextmanager
     def scratch(self) -> Iterator[Path]:
         """An empty directory for files of no lasting use, removed afterwards."""
@@ -179,6 +235,8 @@ class Workspace:
                 spec = QuantSpec(**json.loads((tensors.metadata() or {})[name]))
                 codes = unpack_codes(tensors.get_tensor(f"{name}.codes"), spec.bits, 1, in_features)
                 scale = tensors.get_tensor(f"{name}.scale").clone()
+                if (tuned := self._tuned_scale(name)) is not None:
+                    scale = tuned
                 zero = (
                     torch.full(scale.shape, spec.symmetric_zero, dtype=torch.uint8)
                     if spec.symmetric
@@ -280,37 +338,6 @@ def _flat(fingerprint: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-@contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """The one place where what the system refuses becomes a message: a full disk, missing rights, a name too long.
-
-    `path` is the work directory.
-    """
-    try:
-        yield
-    except OSError as error:
-        file = error.filename2 or error.filename or path
-        reason = "the disk is full" if error.errno in FULL else error.strerror or str(error)
-        advice = "free some space" if error.errno in FULL else "remove the cause, or choose another --output,"
-        raise WorkspaceError(
-            f"{reason}: {file} could not be written or read. Nothing was published; finished layers are kept in "
-            f"{path}. To continue, {advice} and run the same command again."
-        ) from error
-
-
-@contextmanager
-def durable(file: Path) -> Iterator[BinaryIO]:
-    """Open for writing, flush to the disk at the end; an OSError names the file."""
-    try:
-        with open(file, "wb") as handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
-    except OSError as error:
-        error.filename = error.filename or str(file)
-        raise
-
-
 def _as_file(hidden: torch.Tensor) -> tuple[bytes, memoryview]:
     """A safetensors file of one float32 tensor, ``hidden``, without another copy of it in memory."""
     data = hidden.contiguous().reshape(-1).view(torch.uint8).numpy().data
@@ -318,26 +345,3 @@ def _as_file(hidden: torch.Tensor) -> tuple[bytes, memoryview]:
     header = json.dumps({"hidden": entry}).encode()
     header += b" " * (-len(header) % 8)
     return len(header).to_bytes(8, "little") + header, data
-
-
-def write_atomically(file: Path, *parts: bytes | memoryview) -> None:
-    """Write under a temporary name, flush to the disk, rename. A failure leaves no partial file behind."""
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        with durable(temporary) as handle:
-            for part in parts:
-                handle.write(part)
-        os.replace(temporary, file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(file.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory durable."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -14,8 +14,9 @@ from quantforge.errors import SourceError
 from quantforge.formats import CheckpointFacts, Format
 from quantforge.model.shards import DTYPE_NAMES, DTYPES, INDEX_FILE, SINGLE_FILE
 from quantforge.model.source import Checkpoint
+from quantforge.pipeline.files import durable, sync_directory
 from quantforge.pipeline.plan import Plan
-from quantforge.pipeline.workspace import Workspace, durable, sync_directory
+from quantforge.pipeline.workspace import Workspace
 from quantforge.spec import QuantSpec
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"}
