@@ -10,6 +10,7 @@ from quantforge.errors import CalibrationError, NumericsError
 from quantforge.methods import OptionValue, Solution, WeightProblem, gptq, rtn
 from quantforge.numerics.grid import choose_codes, minmax_grid
 from quantforge.numerics.metrics import proxy_loss
+from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
 
 IN, OUT = 48, 12
@@ -45,9 +46,16 @@ def solve(weight: Tensor, gram: Tensor, spec: QuantSpec, **options: OptionValue)
 
 def unguarded(weight: Tensor, gram: Tensor, spec: QuantSpec, **options: OptionValue) -> Tensor:
     """Codes of the column loop on the min-max grid, no row replaced."""
-    codes = gptq.solve_on_grid(weight, gram, *minmax_grid(weight, spec), spec, gptq.METHOD.resolve(options)).codes
-    assert codes is not None
-    return codes
+    return on_grid(weight, gram, *minmax_grid(weight, spec), spec, gptq.METHOD.resolve(options))[0]
+
+
+def on_grid(
+    weight: Tensor, gram: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec, options: dict[str, OptionValue]
+) -> tuple[Tensor, gptq.Order]:
+    order = gptq.visiting_order(gram, options)
+    assert order.factor.feedback is not None
+    block_size = int(options["block_size"])
+    return gptq.round_columns(weight, order.factor.feedback, order.columns, scale, zero, spec, block_size), order
 
 
 def nearest(weight: Tensor, spec: QuantSpec) -> Tensor:
@@ -122,8 +130,7 @@ def test_weights_on_the_grid_come_back_unchanged(spec: QuantSpec, act_order: boo
     width = IN // scale.shape[1]
     weight = (codes.double() - zero.double().repeat_interleave(width, 1)) * scale.double().repeat_interleave(width, 1)
     options = gptq.METHOD.resolve({"act_order": act_order})
-    found = gptq.solve_on_grid(weight, random_gram(), scale, zero, spec, options).codes
-    assert found is not None
+    found, _ = on_grid(weight, random_gram(), scale, zero, spec, options)
     assert torch.equal(found, codes)
 
 
@@ -236,16 +243,14 @@ def test_dead_inputs_are_rounded_to_nearest_and_correct_nothing(act_order: bool)
     gram[dead], gram[:, dead] = 0, 0
     options: dict[str, OptionValue] = {"act_order": act_order, "damping": 0.0}
     scale, zero = minmax_grid(weight, spec)
-    rounding = gptq.solve_on_grid(weight, gram, scale, zero, spec, gptq.METHOD.resolve(options))
-    assert rounding.dead_inputs == 4
-    assert (rounding.factor.damping, rounding.factor.damping_steps) == (0.0, 0)
-    assert rounding.codes is not None
-    assert torch.equal(rounding.codes[:, dead], nearest(weight, spec)[:, dead])
+    codes, order = on_grid(weight, gram, scale, zero, spec, gptq.METHOD.resolve(options))
+    assert order.dead_inputs == 4
+    assert (order.factor.damping, order.factor.damping_steps) == (0.0, 0)
+    assert torch.equal(codes[:, dead], nearest(weight, spec)[:, dead])
     disturbed = weight.clone()
     disturbed[:, dead] += 0.3 * torch.rand(OUT, 4, dtype=torch.float64)
-    again = gptq.solve_on_grid(disturbed, gram, scale, zero, spec, gptq.METHOD.resolve(options)).codes
-    assert again is not None
-    assert torch.equal(again[:, ~dead], rounding.codes[:, ~dead])
+    again, _ = on_grid(disturbed, gram, scale, zero, spec, gptq.METHOD.resolve(options))
+    assert torch.equal(again[:, ~dead], codes[:, ~dead])
     assert solve(weight, gram, spec).dead_inputs == 4
 
 
@@ -308,3 +313,16 @@ def test_solving_changes_no_input_and_no_random_state() -> None:
     assert torch.equal(gram, before[1])
     assert torch.equal(first.quantized.codes, second.quantized.codes)
     assert first.quantized.codes.is_contiguous()
+
+
+@each_order
+def test_the_loss_is_the_sum_of_each_columns_own_rounding_error_times_its_importance(act_order: bool) -> None:
+    weight, gram, spec = random_weight(), random_gram(), QuantSpec(3, 16)
+    options = gptq.METHOD.resolve({"act_order": act_order, "damping": 0.0})
+    codes, order = on_grid(weight, gram, *minmax_grid(weight, spec), spec, options)
+    quantized = QuantizedWeight(spec, codes, *minmax_grid(weight, spec)).dequantize().double()
+    assert order.factor.feedback is not None
+    missed = (weight - quantized)[:, order.columns]  # w - q, in the order of the visits
+    own = missed + missed @ order.factor.feedback  # what each column was asked to be, less what it became
+    importance = order.importance()[order.columns]
+    assert torch.allclose((own.square() * importance).sum(1), proxy_loss(weight, quantized, gram), rtol=1e-9)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from quantforge.errors import CalibrationError, NumericsError
 from quantforge.methods import Method, Option, OptionValue, Solution, WeightProblem
-from quantforge.numerics.grid import choose_codes, importance_of, minmax_grid, searched_grid
+from quantforge.numerics.grid import choose_codes, minmax_grid, searched_grid
 from quantforge.numerics.metrics import all_finite
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
@@ -35,22 +35,47 @@ class Factor:
     Attributes:
         feedback: [in, in], strictly upper triangular; entry [k, j] is how much of column k's error column j takes on.
             None when no damping made the gram positive definite.
+        pivots: [in], the squared diagonal of R; None with `feedback`.
         damping: relative damping, the one that worked or the last one tried.
         damping_steps: times it was raised.
     """
 
     feedback: Tensor | None
+    pivots: Tensor | None
     damping: float
     damping_steps: int
 
 
 @dataclass(frozen=True, eq=False)
-class Rounding:
-    """Codes uint8 [out, in] (None without a factorization) and what it took to get them."""
+class Order:
+    """The order in which columns are visited, and the factor in that order.
 
-    codes: Tensor | None
+    Attributes:
+        columns: int64 [in], the column visited first, second, ...
+        dead: bool [in], in the original order, inputs that were never active.
+    """
+
+    columns: Tensor
     factor: Factor
-    dead_inputs: int
+    dead: Tensor
+
+    @property
+    def dead_inputs(self) -> int:
+        return int(self.dead.sum())
+
+    def importance(self) -> Tensor:
+        """What a squared rounding error of each column costs, [in], in the original order.
+
+        With R R^T the damped gram, ``tr(E H E^T)`` is the sum over columns of ``R[j,j]^2`` times the squared error made
+        in rounding column j: what of an input is not explained by those visited after it, whose columns make up for the
+        rest. A dead input is worth the damping alone.
+        """
+        assert self.factor.pivots is not None
+        importance = torch.empty_like(self.factor.pivots)
+        importance[self.columns] = self.factor.pivots
+        importance = importance.masked_fill(self.dead, 0)
+        mean = importance.sum() / max(1, len(importance) - self.dead_inputs)
+        return torch.where(self.dead, self.factor.damping * mean, importance)
 
 
 def solve(problem: WeightProblem) -> Solution:
@@ -66,18 +91,20 @@ def solve(problem: WeightProblem) -> Solution:
     spec = problem.spec
     scale, zero = minmax_grid(weight, spec)
     nearest = QuantizedWeight(spec, choose_codes(weight, scale, zero, spec), scale, zero)
-    if problem.options["grid"] == "search":
-        scale, zero = searched_grid(weight, spec, importance_of(gram.diagonal(), float(problem.options["damping"])))
-    rounding = solve_on_grid(weight, gram, scale, zero, spec, problem.options)
-    factor = rounding.factor
-    if rounding.codes is None:
+    order = visiting_order(gram.to(weight.dtype), problem.options)
+    factor = order.factor
+    if factor.feedback is None:
         diagonal = gram.diagonal()
         reason = (
             f"gptq: the gram of {problem.tokens} tokens is not positive definite even at damping {factor.damping:g} "
             f"(diagonal {float(diagonal.min()):.3g} to {float(diagonal.max()):.3g}); rounded to nearest"
         )
-        return Solution(nearest, None, factor.damping_steps, rounding.dead_inputs, reason)
-    solved = QuantizedWeight(spec, rounding.codes, scale, zero)
+        return Solution(nearest, None, factor.damping_steps, order.dead_inputs, reason)
+    if problem.options["grid"] == "search":
+        scale, zero = searched_grid(weight, spec, order.importance())
+    block_size = int(problem.options["block_size"])
+    codes = round_columns(weight, factor.feedback, order.columns, scale, zero, spec, block_size)
+    solved = QuantizedWeight(spec, codes, scale, zero)
     worse = _rows_worse(weight, solved, nearest, gram).unsqueeze(1)
     kept = QuantizedWeight(
         spec,
@@ -85,25 +112,20 @@ def solve(problem: WeightProblem) -> Solution:
         torch.where(worse, nearest.scale, solved.scale),
         torch.where(worse, nearest.zero, solved.zero),
     )
-    return Solution(kept, factor.damping, factor.damping_steps, rounding.dead_inputs)
+    return Solution(kept, factor.damping, factor.damping_steps, order.dead_inputs)
 
 
-def solve_on_grid(
-    weight: Tensor, gram: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec, options: Mapping[str, OptionValue]
-) -> Rounding:
-    """GPTQ on a given grid, without comparing to round-to-nearest.
+def visiting_order(gram: Tensor, options: Mapping[str, OptionValue]) -> Order:
+    """In which order to visit the columns, and what the gram says about corrections in that order.
 
     Inputs that were never active (zero on the diagonal of the gram) are cut off from all others: their weights are
     rounded to nearest and correct nothing. With `act_order` columns are visited by descending diagonal but keep
     the scale and zero of their group in the original order.
 
     Args:
-        weight: [out, in], finite, float32 or float64; everything is computed in this dtype.
         gram: [in, in], finite, symmetric.
-        scale, zero: [out, groups] as in `QuantizedWeight`.
         options: all options of the method.
     """
-    gram = gram.to(weight.dtype)
     diagonal = gram.diagonal()
     dead = diagonal == 0
     dead_inputs = int(dead.sum())
@@ -111,15 +133,11 @@ def solve_on_grid(
         mean = float(diagonal.sum()) / max(1, len(diagonal) - dead_inputs)
         gram = gram.masked_fill(dead | dead.unsqueeze(1), 0)
         gram.diagonal().masked_fill_(dead, mean or 1.0)
-    order = torch.arange(len(diagonal), device=weight.device)
+    columns = torch.arange(len(diagonal), device=gram.device)
     if options["act_order"]:
-        order = diagonal.argsort(descending=True, stable=True)
-        gram = gram.index_select(0, order).index_select(1, order)
-    factor = factorize(gram, float(options["damping"]))
-    if factor.feedback is None:
-        return Rounding(None, factor, dead_inputs)
-    codes = round_columns(weight, factor.feedback, order, scale, zero, spec, int(options["block_size"]))
-    return Rounding(codes, factor, dead_inputs)
+        columns = diagonal.argsort(descending=True, stable=True)
+        gram = gram.index_select(0, columns).index_select(1, columns)
+    return Order(columns, factorize(gram, float(options["damping"])), dead)
 
 
 def factorize(gram: Tensor, damping: float) -> Factor:
@@ -139,8 +157,8 @@ def factorize(gram: Tensor, damping: float) -> Factor:
             feedback = (lower / lower.diagonal()).flip(0, 1)
             if all_finite(feedback):
                 feedback.diagonal().zero_()
-                return Factor(feedback, level, step)
-    return Factor(None, ladder[-1], len(ladder) - 1)
+                return Factor(feedback, lower.diagonal().square().flip(0), level, step)
+    return Factor(None, None, ladder[-1], len(ladder) - 1)
 
 
 def round_columns(
