@@ -7,7 +7,8 @@ equal): with H = R R^T, R = U^-1 upper triangular, column j is rounded at
 
     w_j + sum_{k<j} (w_k - q_k) R[k,j] / R[j,j]
 
-so one Cholesky factorization suffices and H is never inverted. Letters: W `weight`, Q the dequantized codes, H `gram`,
+so one Cholesky factorization suffices and H is never inverted. The codes are then refined by coordinate descent
+(`numerics.descent`). Letters: W `weight`, Q the dequantized codes, H `gram`,
 R / diag(R) `feedback`, W - Q `error`. Inside the solver matrices are transposed, [in, out], so a column is contiguous.
 """
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from quantforge.errors import CalibrationError, NumericsError
 from quantforge.methods import Method, Option, OptionValue, Solution, WeightProblem
+from quantforge.numerics.descent import refine_codes
 from quantforge.numerics.grid import choose_codes, minmax_grid, searched_grid
 from quantforge.numerics.metrics import all_finite
 from quantforge.quantized import QuantizedWeight
@@ -51,10 +53,12 @@ class Order:
     """The order in which columns are visited, and the factor in that order.
 
     Attributes:
+        gram: [in, in], in the original order, dead inputs cut off from the others.
         columns: int64 [in], the column visited first, second, ...
         dead: bool [in], in the original order, inputs that were never active.
     """
 
+    gram: Tensor
     columns: Tensor
     factor: Factor
     dead: Tensor
@@ -62,6 +66,12 @@ class Order:
     @property
     def dead_inputs(self) -> int:
         return int(self.dead.sum())
+
+    def damped(self) -> Tensor:
+        """The gram that was factorized, [in, in], in the original order."""
+        gram = self.gram.clone()
+        gram.diagonal().add_(self.factor.damping * gram.diagonal().mean())
+        return gram
 
     def importance(self) -> Tensor:
         """What a squared rounding error of each column costs, [in], in the original order.
@@ -105,6 +115,8 @@ def solve(problem: WeightProblem) -> Solution:
     block_size = int(problem.options["block_size"])
     codes = round_columns(weight, factor.feedback, order.columns, scale, zero, spec, block_size)
     solved = QuantizedWeight(spec, codes, scale, zero)
+    if sweeps := int(problem.options["sweeps"]):
+        solved = refine_codes(weight, solved, order.damped(), sweeps)
     worse = _rows_worse(weight, solved, nearest, gram).unsqueeze(1)
     kept = QuantizedWeight(
         spec,
@@ -136,8 +148,8 @@ def visiting_order(gram: Tensor, options: Mapping[str, OptionValue]) -> Order:
     columns = torch.arange(len(diagonal), device=gram.device)
     if options["act_order"]:
         columns = diagonal.argsort(descending=True, stable=True)
-        gram = gram.index_select(0, columns).index_select(1, columns)
-    return Order(columns, factorize(gram, float(options["damping"])), dead)
+    visited = gram.index_select(0, columns).index_select(1, columns) if options["act_order"] else gram
+    return Order(gram, columns, factorize(visited, float(options["damping"])), dead)
 
 
 def factorize(gram: Tensor, damping: float) -> Factor:
@@ -239,6 +251,7 @@ METHOD = Method(
             "minmax: each group's full range; search: the range with the least error, inputs weighted by mean square",
             choices=("minmax", "search"),
         ),
+        "sweeps": Option(2, "later visits of every column, to change single codes where that helps", minimum=0.0),
         "damping": Option(0.01, "added to the gram's diagonal, relative to its mean", minimum=0.0, maximum=1.0),
         "block_size": Option(32, "columns between two matrix products; changes speed only", minimum=1),
     },
