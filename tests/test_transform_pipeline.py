@@ -38,7 +38,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outliers(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama in bfloat16, with a few channels of every norm 25 times as large."""
+    """The tiny Llama in bfloat16, with a few channels of every norm 10 times as large."""
     path = tmp_path_factory.mktemp("outliers") / "model"
     path.mkdir()
     for file in tiny_llama.iterdir():
@@ -46,7 +46,7 @@ def outliers(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     tensors = load_file(tiny_llama / "model.safetensors")
     for key in tensors:
         if key.endswith("layernorm.weight"):
-            tensors[key][[3, 40, 77]] *= 25
+            tensors[key][[3, 40, 77]] *= 10
         tensors[key] = tensors[key].bfloat16()
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
@@ -129,9 +129,10 @@ def test_folds_that_help_are_kept_and_change_norms_only_where_they_were(
     tmp_path: Path,
     sequential: str,
 ) -> None:
-    plain = finish(recipe_for(outliers, tmp_path / "plain", words, method="rtn", options={"grid": "search"}))
-    report = finish(recipe_for(outliers, tmp_path / "out", words, method="awq", sequential=sequential))
-    assert report.method == "awq+rtn"
+    minmax: Any = {"options": {"grid": "minmax"}, "sequential": sequential}
+    plain = finish(recipe_for(outliers, tmp_path / "plain", words, method="gptq", **minmax))
+    report = finish(recipe_for(outliers, tmp_path / "out", words, method="awq+gptq", **minmax))
+    assert report.method == "awq+gptq"
     for layer in report.layers:
         assert len(layer.transforms) == 4
         for fold in layer.transforms:
@@ -149,9 +150,8 @@ def test_folds_that_help_are_kept_and_change_norms_only_where_they_were(
     changed = {key for key in source if key in written and not torch.equal(source[key], written[key])}
     assert changed == {f"model.layers.{layer}.{name}.weight" for layer, name in kept(report) if "norm" in name}
     assert all(written[key].dtype == torch.bfloat16 for key in changed)
-    exact = hidden_of(outliers)
-    off, off_plain = ((hidden_of(tmp_path / name) - exact).norm() for name in ("out", "plain"))
-    assert off < 0.9 * off_plain
+    loss, plain_loss = (sum(site.rtn_loss or 0 for site in run.layers[0].sites) for run in (report, plain))
+    assert 0 < loss < 0.9 * plain_loss  # relative to the outputs' energy, which folds leave as it is
     assert len(plain.layers[0].transforms) == 0
 
 
@@ -206,7 +206,7 @@ def test_a_folded_model_computes_what_it_did_with_everything_in_its_stored_dtype
 
 
 def test_a_site_left_in_floating_point_is_scaled_by_powers_of_two(outliers: Path, words: Path, tmp_path: Path) -> None:
-    recipe = recipe_for(outliers, tmp_path / "out", words, method="awq", ignore=("*k_proj",))
+    recipe = recipe_for(outliers, tmp_path / "out", words, method="awq+rtn", ignore=("*k_proj",))
     assert (0, "input_layernorm") in kept(finish(recipe))
     source, written = (load_file(path / "model.safetensors") for path in (outliers, tmp_path / "out"))
     name = "model.layers.0.self_attn.k_proj.weight"
@@ -276,7 +276,7 @@ def test_structure_is_found_once_and_proven_on_every_layer(
 
     monkeypatch.setattr(transform_module, "find_pairs", counted_find)
     monkeypatch.setattr(transform_module, "prove", counted_prove)
-    report = finish(recipe_for(outliers, tmp_path / "out", words, method="awq"))
+    report = finish(recipe_for(outliers, tmp_path / "out", words, method="awq+rtn"))
     assert len(found) == 1 and len(proven) == 4
     (unproven,) = [fold for fold in report.layers[1].transforms if fold.reason == "made up"]
     assert unproven.producer == "model.layers.1.mlp.up_proj" and not unproven.kept
@@ -301,7 +301,7 @@ def test_verify_refuses_a_changed_tensor_that_differs_in_one_bit(
 
     monkeypatch.setattr(run_module, "write_checkpoint", damaged)
     with pytest.raises(VerifyError, match=f"{LAST_NORM}: differs from what the transform made of it"):
-        finish(recipe_for(outliers, tmp_path / "out", words, method="awq"))
+        finish(recipe_for(outliers, tmp_path / "out", words, method="awq+rtn"))
 
 
 def test_stopped_and_rerun_the_folded_output_is_byte_identical(outliers: Path, words: Path, tmp_path: Path) -> None:
