@@ -6,7 +6,7 @@
 PYTHON is the interpreter of an environment that has the peer (their requirements conflict, so one environment each).
 Everyone quantizes every linear layer of the decoder to 4 bits, group 64, symmetric (with --asym, asymmetric), in
 float32 on the CPU with the same number of threads, from the same tokens. Figures are of whole processes, from the
-kernel's accounting (wait4), imports included. Outputs stay in DIR, to be scored with `scripts/standard_job.py --rows
+kernel's accounting (wait4), imports included. Outputs stay in DIR, to be scored with `scripts/quality.py --rows
 PATH`; those that exist are not made again.
 """
 

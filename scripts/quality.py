@@ -1,16 +1,21 @@
-"""The standard job: quantize one model several ways, score each on two corpora with one evaluator, print a table.
+"""The standard job: quantize one model by several methods, score each on two corpora with one evaluator, print tables.
 
-    python scripts/standard_job.py MODEL --data DIR --out rows.json [--rows rtn-4-sym,gptq-4-sym,...]
+    python scripts/quality.py MODEL --data DIR --out rows.json [--rows default-4-sym,gptq-4-sym,/a/checkpoint,...]
+    python scripts/quality.py table rows.json [more.json ...]
 
 DIR holds c4/c4.calib.txt, c4/c4.eval.txt and wikitext-2-raw/wiki.test.raw. Calibration is 64 sequences of 512 tokens of
-the first, evaluation 16 windows of 2048 tokens spread evenly over each of the others. Rows already in the output file
-are kept and not computed again, so the job can be stopped and carried on. Checkpoints it makes are removed once scored.
+the first, evaluation 16 windows of 2048 tokens spread evenly over each of the others. A row is METHOD-BITS-GRID, GRID
+being sym, asym, or with -pc at the end one scale per channel; METHOD-w8a8; fp; or the path of any checkpoint that
+`quantforge eval` reads, such as another tool's. METHODS has the settings behind the names. Rows already in the output
+file are kept and not computed again, so the job can be stopped and carried on. Checkpoints it makes are removed once
+scored.
 """
 
 import argparse
 import json
 import resource
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,10 +29,25 @@ from quantforge.model.streamed import StreamedModel, StreamedPass
 from quantforge.model.tokenizer import load_tokenizer
 from quantforge.pipeline.plan import make_plan
 from quantforge.pipeline.run import quantize
-from quantforge.recipe import CalibrationRecipe, Recipe
+from quantforge.recipe import load_recipe
 from quantforge.report import RunFinished
 
-ROWS = [f"{method}-{bits}-{grid}" for bits in (4, 3, 8) for grid in ("sym", "asym") for method in ("rtn", "gptq")]
+PLAIN: dict[str, Any] = {"token_weights": "none", "options": {"grid": "minmax", "sweeps": 0}}
+METHODS: dict[str, dict[str, Any]] = {
+    "rtn": {"method": "rtn"},
+    "gptq": {"method": "gptq"} | PLAIN,
+    "awq": {"method": "awq", "token_weights": "none"},
+    "awq+gptq": {"method": "awq+gptq"} | PLAIN,
+    "smoothquant": {"method": "smoothquant", "token_weights": "none"},
+    "smoothquant+gptq": {"method": "smoothquant+gptq"},
+    "default": {},
+    "best": {"preset": "best"},
+}
+"""``gptq`` is the plain method, min-max grids and equal tokens; ``default`` is what the command does on its own."""
+
+ROWS = [f"{method}-{grid}" for grid in ("4-sym", "4-asym", "3-sym") for method in METHODS if "smooth" not in method]
+ROWS += [f"{method}-{grid}" for grid in ("4-sym-pc", "8-sym") for method in ("gptq", "default")]
+ROWS += ["rtn-w8a8", "smoothquant-w8a8", "smoothquant+gptq-w8a8"]
 
 
 def arguments() -> argparse.Namespace:
@@ -35,10 +55,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument(
-        "--rows", default=",".join(["fp", *ROWS]), help="METHOD-BITS-sym|asym, fp, or a checkpoint path"
-    )
-    parser.add_argument("--work", type=Path, default=Path("standard-job.partial"))
+    parser.add_argument("--rows", default=",".join(["fp", *ROWS]), help="see above")
+    parser.add_argument("--work", type=Path, default=Path("quality.partial"))
     parser.add_argument("--calibration", help="instead of DIR/c4/c4.calib.txt; builtin for the embedded text")
     parser.add_argument("--group-size", type=int, default=64)
     parser.add_argument("--windows", type=int, default=16)
@@ -57,21 +75,27 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def settings_of(row: str, group_size: int) -> dict[str, Any]:
+    """A row's name in the recipe's words."""
+    method, *grid = row.split("-")
+    if grid == ["w8a8"]:
+        return METHODS[method] | {"bits": 8, "group_size": -1, "activation_bits": 8}
+    bits, symmetry, *per_channel = grid
+    size = -1 if per_channel == ["pc"] else group_size
+    return METHODS[method] | {"bits": int(bits), "symmetric": symmetry == "sym", "group_size": size}
+
+
 def make(row: str, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Quantize one row; the checkpoint's path and what it cost."""
-    method, bits, grid = row.split("-")
     output = args.work / row
-    recipe = Recipe(
-        model=args.model,
-        output=str(output),
-        method=method,
-        bits=int(bits),
-        group_size=args.group_size,
-        symmetric=grid == "sym",
-        calibration=CalibrationRecipe(
-            dataset=args.calibration or str(args.data / "c4/c4.calib.txt"), nsamples=64, seqlen=512
-        ),
-    )
+    settings = {
+        "model": args.model,
+        "output": str(output),
+        "dataset": args.calibration or str(args.data / "c4/c4.calib.txt"),
+        "nsamples": 64,
+        "seqlen": 512,
+    }
+    recipe = load_recipe(None, settings | settings_of(row, args.group_size))
     started, cpu = time.monotonic(), cpu_seconds()
     plan = make_plan(recipe)
     *_, last = quantize(recipe, plan)
@@ -81,6 +105,9 @@ def make(row: str, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["table"]:
+        print(table({row: entry for file in sys.argv[2:] for row, entry in json.loads(Path(file).read_text()).items()}))
+        return
     args = arguments()
     torch.set_num_threads(args.threads)
     args.work.mkdir(exist_ok=True)
@@ -111,16 +138,19 @@ def main() -> None:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """Markdown, one line a row and corpus."""
-    lines = ["| row | corpus | ppl | KL (SE) | top-1 | bits/weight | CPU s |", "|---|---|---|---|---|---|---|"]
+    """Markdown, one line a row."""
+    head = "| row | WikiText-2 perplexity | KL (SE) | top-1 | C4 perplexity | KL (SE) | top-1 | bits/weight | CPU s |"
+    lines = [head, "|---" * 9 + "|"]
     for row, entry in rows.items():
+        cells = [f"`{'/'.join(Path(row).parts[-2:])}`"]
         for name in ("wikitext", "c4"):
             score = entry[name]
             gap = score["divergence"]
-            lines.append(
-                f"| {row} | {name} | {score['ppl']:.3f} | {gap['kl']:.4f} ({gap['kl_se_window']:.4f}) | "
-                f"{gap['top1']:.4f} | {entry.get('bits_per_weight', 0):.3f} | {entry.get('cpu_seconds', 0):.0f} |"
-            )
+            cells += [f"{score['ppl']:.3f}", f"{gap['kl']:.4f} ({gap['kl_se_window']:.4f})", f"{gap['top1']:.4f}"]
+        cells += (
+            [f"{entry['bits_per_weight']:.3f}", f"{entry['cpu_seconds']:.0f}"] if "cpu_seconds" in entry else ["", ""]
+        )
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
