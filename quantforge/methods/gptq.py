@@ -23,6 +23,7 @@ from quantforge.methods import Method, Option, OptionValue, Solution, WeightProb
 from quantforge.numerics.descent import refine_codes
 from quantforge.numerics.grid import choose_codes, minmax_grid, searched_grid
 from quantforge.numerics.metrics import all_finite
+from quantforge.numerics.refit import refit_scales
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
 
@@ -110,13 +111,19 @@ def solve(problem: WeightProblem) -> Solution:
             f"(diagonal {float(diagonal.min()):.3g} to {float(diagonal.max()):.3g}); rounded to nearest"
         )
         return Solution(nearest, None, factor.damping_steps, order.dead_inputs, reason)
-    if problem.options["grid"] == "search":
-        scale, zero = searched_grid(weight, spec, order.importance())
+    if problem.options["grid"] != "minmax":
+        importance = order.importance()
+        if problem.options["grid"] == "mse":
+            importance = torch.ones_like(importance)
+        scale, zero = searched_grid(weight, spec, importance)
     block_size = int(problem.options["block_size"])
     codes = round_columns(weight, factor.feedback, order.columns, scale, zero, spec, block_size)
     solved = QuantizedWeight(spec, codes, scale, zero)
-    if sweeps := int(problem.options["sweeps"]):
-        solved = refine_codes(weight, solved, order.damped(), sweeps)
+    sweeps, refits = int(problem.options["sweeps"]), int(problem.options["refits"])
+    damped = order.damped() if sweeps or refits else gram
+    solved = refine_codes(weight, solved, damped, sweeps)
+    for _ in range(refits):
+        solved = refine_codes(weight, refit_scales(weight, solved, damped), damped, 1)
     worse = _rows_worse(weight, solved, nearest, gram).unsqueeze(1)
     kept = QuantizedWeight(
         spec,
@@ -248,10 +255,12 @@ METHOD = Method(
         "act_order": Option(True, "visit the inputs with the largest mean square first"),
         "grid": Option(
             "search",
-            "minmax: each group's full range; search: the range with the least error, inputs weighted by mean square",
-            choices=("minmax", "search"),
+            "minmax: each group's full range; mse: the range with the least squared error; search: with the least "
+            "output error",
+            choices=("minmax", "mse", "search"),
         ),
         "sweeps": Option(2, "later visits of every column, to change single codes where that helps", minimum=0.0),
+        "refits": Option(0, "times the scales are then fitted to the codes, and the codes refined again", minimum=0.0),
         "damping": Option(0.01, "added to the gram's diagonal, relative to its mean", minimum=0.0, maximum=1.0),
         "block_size": Option(32, "columns between two matrix products; changes speed only", minimum=1),
     },
