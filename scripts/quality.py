@@ -42,10 +42,18 @@ METHODS: dict[str, dict[str, Any]] = {
     "smoothquant+gptq": {"method": "smoothquant+gptq"},
     "default": {},
     "best": {"preset": "best"},
+    # one thing at a time, between gptq and default, and beyond it
+    "gptq+search": {"token_weights": "none", "options": {"sweeps": 0}},
+    "gptq+search+weights": {"options": {"sweeps": 0}},
+    "default+refit": {"options": {"refits": 2}},
+    "default+original": {"sequential": "none"},
+    "awq+default": {"method": "awq+gptq"},
 }
 """``gptq`` is the plain method, min-max grids and equal tokens; ``default`` is what the command does on its own."""
 
-ROWS = [f"{method}-{grid}" for grid in ("4-sym", "4-asym", "3-sym") for method in METHODS if "smooth" not in method]
+MAIN = ("rtn", "gptq", "awq", "awq+gptq", "default", "best")
+
+ROWS = [f"{method}-{grid}" for grid in ("4-sym", "4-asym", "3-sym") for method in MAIN]
 ROWS += [f"{method}-{grid}" for grid in ("4-sym-pc", "8-sym") for method in ("gptq", "default")]
 ROWS += ["rtn-w8a8", "smoothquant-w8a8", "smoothquant+gptq-w8a8"]
 
