@@ -56,8 +56,9 @@ def test_the_standard_job_removes_the_checkpoints_it_made_and_no_other(
     assert f"| {given} | wikitext | 10.000 | 0.1000 (0.0100) |" in capsys.readouterr().out
 
 
-def test_the_peer_table_has_numbers_only_for_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("asym", [False, True])
+def test_the_peer_table_has_numbers_only_for_what_was_measured_and_everyone_gets_the_same_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asym: bool
 ) -> None:
     bench = script("bench_peers")
     (tmp_path / "gptqmodel").mkdir()
@@ -68,11 +69,12 @@ def test_the_peer_table_has_numbers_only_for_what_was_measured(
     def process_cost(command: list[str], log: Path, threads: int) -> tuple[int, int, float, float]:
         output = Path(command[command.index("--output") + 1])
         output.mkdir()
+        assert ("--asym" in command) == asym
         return (9 if output.name == "autoround" else 0), 1_500_000, 12.0, 7.0
 
     monkeypatch.setattr(bench, "process_cost", process_cost)
     peers = ["gptqmodel=python", "autoround=python"]
-    asked = Namespace(model="m", text="t", work=tmp_path, nsamples=1, seqlen=2, threads=1, peer=peers)
+    asked = Namespace(model="m", text="t", work=tmp_path, nsamples=1, seqlen=2, threads=1, peer=peers, asym=asym)
     bench.measure(asked)
     assert capsys.readouterr().out.splitlines()[2:] == [
         "| quantforge | 12 | 1500 | 7 |",
