@@ -301,8 +301,9 @@ def test_the_plan_of_a_sound_model_has_no_remark_on_its_tensors(recipe: Recipe, 
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_non_finite_weight_is_named_and_earlier_layers_are_kept(
-    recipe: Recipe, tiny_llama: Path, tmp_path: Path, value: float
+@pytest.mark.parametrize(("token_weights", "kept"), [("gradient", 0), ("none", 1)])
+def test_a_non_finite_weight_is_named_before_the_first_layer_by_the_weighing_and_else_when_its_layer_comes(
+    recipe: Recipe, tiny_llama: Path, tmp_path: Path, value: float, token_weights: str, kept: int
 ) -> None:
     model = copy_of(tiny_llama, tmp_path)
 
@@ -310,11 +311,11 @@ def test_a_non_finite_weight_is_named_and_earlier_layers_are_kept(
         tensors[UP][3, 5] = value
 
     edit_weights(model, spoil)
-    changed = but(recipe, model=str(model))
+    changed = but(recipe, model=str(model), token_weights=token_weights)
     message = error_of(NumericsError, lambda: finish(changed))
     assert message == f"{model}: {UP} has 1 NaN or infinite values of {384 * 128}"
     assert not Path(str(recipe.output)).exists()
-    assert (work_of(recipe) / "layer-00000.json").exists() and not (work_of(recipe) / "layer-00001.json").exists()
+    assert Workspace(work_of(recipe)).done() == kept and not (work_of(recipe) / "scratch").exists()
 
 
 @pytest.mark.parametrize("method", ["gptq", "rtn"])

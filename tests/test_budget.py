@@ -1,9 +1,11 @@
 """Budgets end to end on tiny models: limits hold, fused sets stay alike, resumes and repeats give the same bytes."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from fake_pipeline import FakePlan, run_of
 from test_pipeline import contents, finish, recipe_for, text
 
-from quantforge.cli import main
+from quantforge.cli import main, runview
 from quantforge.cli.ui import Ui
 from quantforge.errors import PlanError, UsageError
 from quantforge.model.sites import LinearSite
@@ -300,7 +302,11 @@ def test_flags_of_a_budget_reach_the_plan_and_a_dry_run_says_what_is_open(
     assert "--candidate-bits takes numbers such as 3,4,8; got '3;4'" in capsys.readouterr().err
 
 
-def test_progress_and_the_table_of_bits_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_and_the_table_of_bits_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count(0, 2)  # a step takes two
+    monkeypatch.setattr(runview, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
     units = tuple(
         UnitBits(f"model.layers.{layer}.mlp.{leaf}", (f"model.layers.{layer}.mlp.{leaf}",), 100, bits, {})
         for leaf, widths in (("down_proj", (4, 4, 8)), ("gate_proj+up_proj", (3, 4, 3)))
@@ -320,7 +326,11 @@ def test_progress_and_the_table_of_bits_are_shown(capsys: pytest.CaptureFixture[
     report = ui.follow(events())
     shown = capsys.readouterr().err.splitlines()
     assert [line for line in shown if line.startswith("choosing bits: ")] == [
-        f"choosing bits: {percent}% of a pass forward and backward" for percent in (10, 20, 40, 60, 80, 100)
+        f"choosing bits: {percent}% of a pass forward and backward{left}"
+        for percent, left in (
+            (10, ""), (20, ", ETA 0:16"), (40, ", ETA 0:12"), (60, ", ETA 0:08"), (80, ", ETA 0:04"),
+            (100, ", ETA 0:00"),
+        )  # fmt: skip
     ]
     summary = "4.333 bits a weight without scales, 1.5 MB, predicted KL 0.01234 nats a token"
     assert f"bits chosen for avg_bits 4.5: {summary}" in shown

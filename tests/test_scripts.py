@@ -24,10 +24,10 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_the_quality_job_removes_the_checkpoints_it_made_and_no_other(
+def test_the_standard_job_removes_the_checkpoints_it_made_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = script("quality")
+    job = script("standard_job")
     work = tmp_path / "work"
     given, made = work / "peer", work / "rtn-4-sym"
     given.mkdir(parents=True)
@@ -53,14 +53,12 @@ def test_the_quality_job_removes_the_checkpoints_it_made_and_no_other(
     assert list(json.loads((tmp_path / "rows.json").read_text())) == ["fp", made.name, str(given)]
     assert given.is_dir() and not made.exists()
     assert seen == ["model", "model", str(made), str(made), str(given), str(given)]
-    assert (
-        "| `work/peer` | 10.000 | 0.1000 (0.0100) | 0.9000 | 10.000 | 0.1000 (0.0100) | 0.9000 |  |  |"
-        in capsys.readouterr().out
-    )
+    assert f"| {given} | wikitext | 10.000 | 0.1000 (0.0100) |" in capsys.readouterr().out
 
 
-def test_the_peer_table_has_numbers_only_for_what_was_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("asym", [False, True])
+def test_the_peer_table_has_numbers_only_for_what_was_measured_and_everyone_gets_the_same_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asym: bool
 ) -> None:
     bench = script("bench_peers")
     (tmp_path / "gptqmodel").mkdir()
@@ -71,11 +69,12 @@ def test_the_peer_table_has_numbers_only_for_what_was_measured(
     def process_cost(command: list[str], log: Path, threads: int) -> tuple[int, int, float, float]:
         output = Path(command[command.index("--output") + 1])
         output.mkdir()
+        assert ("--asym" in command) == asym
         return (9 if output.name == "autoround" else 0), 1_500_000, 12.0, 7.0
 
     monkeypatch.setattr(bench, "process_cost", process_cost)
     peers = ["gptqmodel=python", "autoround=python"]
-    asked = Namespace(model="m", text="t", work=tmp_path, nsamples=1, seqlen=2, threads=1, peer=peers, asym=False)
+    asked = Namespace(model="m", text="t", work=tmp_path, nsamples=1, seqlen=2, threads=1, peer=peers, asym=asym)
     bench.measure(asked)
     assert capsys.readouterr().out.splitlines()[2:] == [
         "| quantforge | 12 | 1500 | 7 |",
