@@ -22,7 +22,8 @@ from quantforge.pipeline.describe import describe_checkpoint
 from quantforge.pipeline.grids import unequal_fused
 from quantforge.pipeline.plan import Plan, make_plan
 from quantforge.pipeline.run import quantize
-from quantforge.recipe import Recipe, ResolvedRecipe, load_recipe, read_recipe
+from quantforge.reading import ResolvedRecipe, load_recipe, read_recipe
+from quantforge.recipe import Recipe
 from quantforge.report import Allocated, Allocating, Allocation, Event, LayerDone, RunFinished, UnitBits
 from quantforge.rules import Rule
 

@@ -10,7 +10,16 @@ import pytest
 ROOT = Path(__file__).parent.parent
 WRITTEN = [
     file
-    for pattern in ("*.md", "*.toml", "*.txt", "docs/*.md", "recipes/*", "scripts/*", ".ci/*", "quantforge/**/*.py")
+    for pattern in (
+        "*.md",
+        "*.toml",
+        "*.txt",
+        "docs/*.md",
+        "quantforge/recipes/*",
+        "scripts/*",
+        ".ci/*",
+        "quantforge/**/*.py",
+    )
     for file in sorted(ROOT.glob(pattern))
     if file.is_file()
 ]

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantforge.errors import UsageError
-from quantforge.recipe import Recipe, default_output, load_recipe, parse_scalar, read_recipe
+from quantforge.reading import load_recipe, parse_scalar, read_recipe
+from quantforge.recipe import Recipe, default_output
 from quantforge.rules import Rule, parse_rule
 from quantforge.sizes import parse_size
 
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+RECIPES = sorted((Path(__file__).parent.parent / "quantforge" / "recipes").glob("*.yaml"))
 
 
 def written(folder: Path, text: str) -> Path:
