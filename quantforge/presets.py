@@ -22,11 +22,13 @@ PRESETS = {
     for preset in (
         Preset(
             "fast",
-            "fewer calibration tokens, all counted alike: no pass backward; larger errors than balanced",
+            "fewer calibration tokens, which count alike: quicker, and further from the original",
             {"token_weights": "none", "nsamples": 32},
         ),
         Preset("balanced", "the defaults", {}),
-        Preset("best", "scales are tuned after the codes are chosen: takes longer", {"tune_epochs": 2}),
+        Preset(
+            "best", "scales are tuned once codes are chosen: slower, to come closer to the original", {"tune_epochs": 2}
+        ),
     )
 }
 

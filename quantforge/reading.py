@@ -253,7 +253,11 @@ def _layers(readings: Sequence[_Reading]) -> tuple[list[tuple[str, Mapping[str, 
     for reading, scheme in schemes[-1:]:
         beside = {} if given & {"method", "transforms"} else scheme.defaults
         layers.append((f"scheme {scheme.name}", beside))
-        own[readings.index(reading)] = scheme.settings
+        own[readings.index(reading)] = {
+            key: value
+            for key, value in scheme.settings.items()
+            if key != "bits" or not any(reading.values.get(budget) is not None for budget in BUDGETS)  # told already
+        }
         words = [scheme.label(), *(in_words(name, value) for name, value in beside.items())]
         notes.append(f"{reading.origin}: scheme {scheme.name} is read as {', '.join(words)}")
     for number, reading in enumerate(readings):
@@ -264,9 +268,12 @@ def _layers(readings: Sequence[_Reading]) -> tuple[list[tuple[str, Mapping[str, 
 def _explain_preset(preset: Preset, values: Mapping[str, Any], given: set[str]) -> str:
     """What a preset comes to beside the settings that are given."""
     in_force = [in_words(name, value) for name, value in values.items() if name not in given]
-    passed_over = [name for name in values if name in given]
-    said = f"; given otherwise: {', '.join(passed_over)}" if passed_over else ""
-    return f"preset {preset.name} is read as {', '.join(in_force) or 'the defaults'}{said}"
+    passed_over = ", ".join(name for name in values if name in given)
+    if passed_over and not in_force:
+        return f"preset {preset.name} changes nothing: all that it sets is given ({passed_over})"
+    said = f"; {passed_over} as given" if passed_over else ""
+    why = f" ({preset.summary})" if values else ""
+    return f"preset {preset.name} is read as {', '.join(in_force) or 'the defaults'}{said}{why}"
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> list[str]:

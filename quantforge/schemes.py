@@ -81,7 +81,7 @@ def find_scheme(name: Any) -> Scheme:
     reason = next((reason for pattern, reason in _UNSUPPORTED if re.fullmatch(pattern, wanted)), None)
     start = f"unknown scheme {name!r}" if reason is None else f"scheme {name} is not supported: {reason}"
     close = difflib.get_close_matches(wanted, [*SCHEMES, *OTHER_NAMES], n=1)
-    nearest = f"did you mean {close[0]}? " if close and reason is None else ""
+    nearest = f"did you mean {close[0]}? " if close and (reason is None or wanted.startswith("W")) else ""
     raise UsageError(f"{start}; {nearest}schemes: {', '.join(SCHEMES)}, and INT8 for W8A8")
 
 

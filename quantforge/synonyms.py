@@ -88,7 +88,7 @@ WITHOUT_COUNTERPART = {
     **dict.fromkeys(("dynamic", "config_groups", "layer_config", "tensor_type"), _RULES),
     "sequential_targets": "layers are found by looking at the model; `sequential` is layer or group",
     "iters": "`tune_epochs` is how long scales are tuned",
-    "seed": "nothing is drawn that a seed would change: the same command gives the same bytes",
+    "seed": "every draw has a fixed seed: the same command gives the same bytes",
     **dict.fromkeys(
         (
             "low_gpu_mem_usage",
