@@ -135,7 +135,7 @@ def _read_source(source: str | Path) -> tuple[str, str]:
     """Where a recipe was found and its text: a file, or a shipped recipe when there is no such file."""
     path = Path(source)
     try:
-        if not path.exists() and str(source) in (shipped := shipped_recipes()):
+        if (not path.exists() or path.is_dir()) and str(source) in (shipped := shipped_recipes()):
             return f"recipe {source}", shipped[str(source)]
         return str(source), path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

@@ -51,7 +51,9 @@ def test_the_default_recipe_is_the_defaults_spelled_out() -> None:
 
 def test_a_file_wins_over_a_shipped_recipe_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("w8a16").mkdir()  # no file
     assert load_recipe("w8a16", {"model": "m"}).bits == 8
+    Path("w8a16").rmdir()
     Path("w8a16").write_text("bits: 3\n")
     assert load_recipe("w8a16", {"model": "m"}).bits == 3
 
