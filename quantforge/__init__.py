@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from quantforge.pipeline.plan import make_plan
     from quantforge.pipeline.run import quantize
     from quantforge.pipeline.score import evaluate_checkpoint
-    from quantforge.recipe import Recipe, load_recipe
+    from quantforge.reading import load_recipe
+    from quantforge.recipe import Recipe
     from quantforge.rules import Rule
 
 try:
@@ -48,7 +49,7 @@ _HOMES = {
     "Rule": "rules",
     "describe_checkpoint": "pipeline.describe",
     "evaluate_checkpoint": "pipeline.score",
-    "load_recipe": "recipe",
+    "load_recipe": "reading",
     "make_plan": "pipeline.plan",
     "quantize": "pipeline.run",
 }

@@ -29,7 +29,7 @@ from quantforge.model.streamed import StreamedModel, StreamedPass
 from quantforge.model.tokenizer import load_tokenizer
 from quantforge.pipeline.plan import make_plan
 from quantforge.pipeline.run import quantize
-from quantforge.recipe import load_recipe
+from quantforge.reading import load_recipe
 from quantforge.report import RunFinished
 
 PLAIN: dict[str, Any] = {"token_weights": "none", "options": {"grid": "minmax", "sweeps": 0}}

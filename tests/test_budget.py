@@ -24,7 +24,8 @@ from quantforge.pipeline.describe import describe_checkpoint
 from quantforge.pipeline.grids import unequal_fused
 from quantforge.pipeline.plan import Plan, make_plan
 from quantforge.pipeline.run import quantize
-from quantforge.recipe import Recipe, ResolvedRecipe, load_recipe, read_recipe
+from quantforge.reading import ResolvedRecipe, load_recipe, read_recipe
+from quantforge.recipe import Recipe
 from quantforge.report import Allocated, Allocating, Allocation, Event, LayerDone, RunFinished, UnitBits
 from quantforge.rules import Rule
 
@@ -328,9 +329,13 @@ def test_progress_and_the_table_of_bits_are_shown(
     assert [line for line in shown if line.startswith("choosing bits: ")] == [
         f"choosing bits: {percent}% of a pass forward and backward{left}"
         for percent, left in (
-            (10, ""), (20, ", ETA 0:16"), (40, ", ETA 0:12"), (60, ", ETA 0:08"), (80, ", ETA 0:04"),
+            (10, ""),
+            (20, ", ETA 0:16"),
+            (40, ", ETA 0:12"),
+            (60, ", ETA 0:08"),
+            (80, ", ETA 0:04"),
             (100, ", ETA 0:00"),
-        )  # fmt: skip
+        )
     ]
     summary = "4.333 bits a weight without scales, 1.5 MB, predicted KL 0.01234 nats a token"
     assert f"bits chosen for avg_bits 4.5: {summary}" in shown

@@ -91,6 +91,68 @@ def test_flags_reach_the_recipe_and_only_those_given(pipeline: Pipeline, tmp_pat
     assert (recipe.calibration.nsamples, recipe.calibration.seqlen, recipe.calibration.bos) == (5, 512, "never")
 
 
+def test_flags_of_other_tools_are_read_as_ours_and_announced(
+    pipeline: Pipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = "quantize m --wbits=3 --q_group_size 64 --dampening-frac 0.02 --desc-act --true-sequential --zero_point"
+    argv += " --num_calibration_samples 5 --max-seq-length 33 --export_format gptq --exclude-modules a --act_bits 8"
+    assert main(argv.split()) == 0
+    recipe = pipeline.recipe
+    assert recipe is not None
+    assert (recipe.bits, recipe.group_size, recipe.symmetric, recipe.sequential) == (3, 64, False, "group")
+    assert recipe.options == {"damping": 0.02, "act_order": True}
+    assert (recipe.calibration.nsamples, recipe.calibration.seqlen) == (5, 33)
+    assert (recipe.formats, recipe.ignore, recipe.activation_bits) == (("gptq",), ("a",), 8)
+    notes = [line for line in capsys.readouterr().err.splitlines() if "command line" in line]
+    assert notes[:2] == [
+        "note: command line: --wbits is read as --bits",
+        "note: command line: --q_group_size is read as --group-size",
+    ]
+    assert "note: command line: --true-sequential is read as --sequential group" in notes
+    assert len(notes) == 11
+
+
+def test_underscores_in_our_own_flags_need_no_remark(pipeline: Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main("quantize m --group_size -1 --token_weights none --no_act_order --avg_bits=3.5".split()) == 0
+    recipe = pipeline.recipe
+    assert recipe is not None
+    assert (recipe.group_size, recipe.token_weights, recipe.avg_bits) == (-1, "none", 3.5)
+    assert recipe.options == {"act_order": False}
+    assert "command line" not in capsys.readouterr().err
+
+
+def test_what_follows_two_dashes_is_no_flag(pipeline: Pipeline) -> None:
+    assert main(["quantize", "--bits", "3", "--", "--wbits"]) == 0
+    assert pipeline.recipe is not None and (pipeline.recipe.model, pipeline.recipe.bits) == ("--wbits", 3)
+
+
+def test_presets_schemes_and_shipped_recipes_reach_the_recipe(
+    pipeline: Pipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main("quantize m --preset fast --scheme W4A16_ASYM --tune-epochs 3 --recipe w3a16".split()) == 0
+    recipe = pipeline.recipe
+    assert recipe is not None
+    assert (recipe.bits, recipe.symmetric, recipe.formats, recipe.tune_epochs) == (4, False, ("gptq",), 3)
+    assert (recipe.token_weights, recipe.calibration.nsamples) == ("none", 32)
+    assert "note: command line: scheme W4A16_ASYM is read as bits 4, asymmetric\n" in capsys.readouterr().err
+
+
+def test_help_has_a_section_for_each_kind_of_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", "--help"]) == 0
+    shown = capsys.readouterr().out
+    titles = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [
+        "Arguments:",
+        "What to make:",
+        "Bits by site, or from a budget:",
+        "Calibration:",
+        "Advanced:",
+        "Other options:",
+    ]
+    assert shown.index("What to make:") < shown.index("--scheme <") < shown.index("Calibration:")
+    assert "--wbits" not in shown
+
+
 def test_rules_and_activations_reach_the_recipe_in_order(pipeline: Pipeline) -> None:
     argv = ["--rule", "*.down_proj=bits:8,group_size:-1", "--rule", "re:a=b=skip", "--rule", "x=symmetric:false"]
     assert main(["quantize", "m", *argv, "--activation-bits", "8"]) == 0
@@ -139,6 +201,14 @@ def test_symmetry_flags(pipeline: Pipeline, flag: str, value: bool) -> None:
         (["--rule", "a=bit:8"], "command line: unknown key 'rules[0].bit'; did you mean 'bits'?"),
         (["--rule", "a=bits:5"], "command line: rules[0].bits must be one of 2, 3, 4, 8; got 5"),
         (["--activation-bits", "4"], "activation_bits must be 8, or null for floating point; got 4"),
+        (
+            ["--scheme", "W4A16", "--asym"],
+            "scheme W4A16 has symmetric true, and symmetric false is given",
+        ),
+        (["--bits", "4", "--wbits", "3"], "command line: --bits and --wbits both set bits; keep one"),
+        (["--damp_auto_increment", "1"], "there is no --damp_auto_increment: damping is raised without being asked"),
+        (["--resume"], "there is no --resume: a run that was stopped is carried on by the same command"),
+        (["--preset", "quick"], "command line: unknown preset 'quick'; presets: fast, balanced, best"),
         (["--recipe", "none.yaml"], "cannot read the recipe none.yaml"),
     ],
 )

@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quantforge.errors import UsageError
-from quantforge.recipe import Recipe, default_output, load_recipe, parse_scalar, read_recipe
+from quantforge.reading import KEYS, load_recipe, parse_scalar, read_recipe
+from quantforge.recipe import CalibrationRecipe, Recipe, default_output
 from quantforge.rules import Rule, parse_rule
 from quantforge.sizes import parse_size
-
-RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+from quantforge.synonyms import SYNONYMS, WITHOUT_COUNTERPART
 
 
 def written(folder: Path, text: str) -> Path:
@@ -97,6 +97,10 @@ def test_bits_of_another_kind_are_refused(bits: Any) -> None:
         ("desc_act: true", "options", {"act_order": True}),
         ("actorder: static", "options", {"act_order": True}),
         ("act-order: false", "options", {"act_order": False}),
+        ("actorder: null", "options", {"act_order": False}),
+        ("blocksize: 64", "options", {"block_size": 64}),
+        ("fp_layers: [lm_head]", "ignore", ("lm_head",)),
+        ("qformat: int8_sq", "activation_bits", 8),
     ],
 )
 def test_names_from_other_tools_are_understood(tmp_path: Path, text: str, field: str, value: Any) -> None:
@@ -132,6 +136,30 @@ def test_flags_in_their_own_names_bring_no_notes() -> None:
 def test_one_setting_under_two_names_is_refused(tmp_path: Path) -> None:
     message = refusal(written(tmp_path, "bits: 4\nwbits: 3\n"))
     assert "'bits' and 'wbits' both set bits; keep one" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("damp_auto_increment: 0.1", "unknown key 'damp_auto_increment'; damping is raised without being asked"),
+        ("options: {damp_auto_increment: 0.1}", "unknown key 'options.damp_auto_increment'; damping is raised"),
+        ("actorder: group", "actorder: 'group' cannot be had: groups are always runs of neighbouring columns here"),
+        ("quant-lm-head: true", "unknown key 'quant-lm-head'; the output head stays in floating point"),
+        ("dynamic: {x: {bits: 8}}", "unknown key 'dynamic'; say it with `rules`"),
+        ("low_gpu_mem_usage: true", "unknown key 'low_gpu_mem_usage'; only one decoder layer is in memory"),
+    ],
+)
+def test_settings_of_other_tools_without_a_counterpart_get_an_answer(tmp_path: Path, text: str, answer: str) -> None:
+    assert f"r.yaml: {answer}" in refusal(written(tmp_path, text))
+
+
+def test_every_synonym_leads_to_a_key_of_a_recipe_and_hides_none() -> None:
+    fields = {*KEYS, *(f"calibration.{name}" for name in CalibrationRecipe.model_fields)}
+    for name, synonym in SYNONYMS.items():
+        assert synonym.target in fields or synonym.target.startswith("options."), name
+        assert name not in KEYS and name not in WITHOUT_COUNTERPART
+    assert {f"calibration.{name}" for name in CalibrationRecipe.model_fields} <= {s.target for s in SYNONYMS.values()}
+    assert not {*KEYS} & {*WITHOUT_COUNTERPART}
 
 
 def test_rules_are_read_in_order_with_names_from_other_tools(tmp_path: Path) -> None:
@@ -322,13 +350,3 @@ def test_option_values_are_typed_as_in_yaml(text: str, value: Any) -> None:
 )
 def test_the_default_output_says_model_and_grid(model: str, group_size: int | None, symmetric: bool, name: str) -> None:
     assert default_output(Recipe(model=model, symmetric=symmetric), group_size) == name
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
-def test_every_shipped_recipe_loads_without_remarks(path: Path) -> None:
-    resolved = read_recipe(path, {"model": "m"})
-    assert resolved.notes == ()
-    recipe = resolved.recipe
-    variant = "-mixed" if recipe.rules else ""
-    bits = recipe.avg_bits or recipe.bits
-    assert f"w{bits}a{recipe.activation_bits or 16}{variant}-{recipe.method}.yaml" == path.name

@@ -24,10 +24,10 @@ def script(name: str) -> ModuleType:
     return module
 
 
-def test_the_standard_job_removes_the_checkpoints_it_made_and_no_other(
+def test_the_quality_job_removes_the_checkpoints_it_made_and_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = script("standard_job")
+    job = script("quality")
     work = tmp_path / "work"
     given, made = work / "peer", work / "rtn-4-sym"
     given.mkdir(parents=True)
@@ -53,7 +53,8 @@ def test_the_standard_job_removes_the_checkpoints_it_made_and_no_other(
     assert list(json.loads((tmp_path / "rows.json").read_text())) == ["fp", made.name, str(given)]
     assert given.is_dir() and not made.exists()
     assert seen == ["model", "model", str(made), str(made), str(given), str(given)]
-    assert f"| {given} | wikitext | 10.000 | 0.1000 (0.0100) |" in capsys.readouterr().out
+    score = "10.000 | 0.1000 (0.0100) | 0.9000"
+    assert f"| `work/peer` | {score} | {score} |  |  |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("asym", [False, True])

@@ -18,8 +18,10 @@ import typer.main
 
 from quantforge import __version__
 from quantforge.cli.eval import evaluate
+from quantforge.cli.flags import FlagCommand
 from quantforge.cli.inspect import inspect
 from quantforge.cli.quantize import quantize
+from quantforge.cli.recipes import recipes
 from quantforge.errors import QuantforgeError
 
 app = typer.Typer(
@@ -30,9 +32,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
-app.command("quantize", short_help="Quantize a checkpoint and verify what was written.")(quantize)
+app.command("quantize", cls=FlagCommand, short_help="Quantize a checkpoint and verify what was written.")(quantize)
 app.command("eval", short_help="Perplexity, and KL and top-1 against a reference.")(evaluate)
 app.command("inspect", short_help="What a checkpoint holds, and what was left alone.")(inspect)
+app.add_typer(recipes, name="recipes", short_help="Recipes that come with the package: list, show, copy.")
 
 
 def _print_version(wanted: bool) -> None:

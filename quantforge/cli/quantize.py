@@ -1,16 +1,22 @@
 """The ``quantize`` verb."""
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import typer
 from typer import Option
 
+from quantforge.cli.flags import NOTES
 from quantforge.errors import UsageError
 
 Text = str | None
 Many = list[str] | None
 Switch = bool | None
+
+MAKE = "What to make"
+SITES = "Bits by site, or from a budget"
+CALIBRATION = "Calibration"
+ADVANCED = "Advanced"
 
 
 def quantize(
@@ -18,63 +24,98 @@ def quantize(
     model: Annotated[
         Text, typer.Argument(metavar="MODEL", help="Local directory or hub id.", show_default=False)
     ] = None,
-    bits: Annotated[int | None, Option("--bits", "-b", "--wbits", help="2, 3, 4 or 8. [4]")] = None,
-    avg_bits: Annotated[
-        float | None,
-        Option(
-            "--avg-bits", "--target-bits", help="Choose bits; their mean over quantized weights, scales not counted."
-        ),
+    preset: Annotated[Text, Option(help="fast, balanced or best. [balanced]", rich_help_panel=MAKE)] = None,
+    scheme: Annotated[
+        Text, Option(help="A grid by its name: W4A16, W4A16_ASYM, W8A8, ...", rich_help_panel=MAKE)
     ] = None,
-    fit: Annotated[Text, Option(metavar="SIZE", help="Choose bits; tensors of an export take at most 90MB.")] = None,
-    max_kl: Annotated[
-        float | None, Option("--max-kl", help="Choose bits; predicted KL from the original, nats a token.")
-    ] = None,
-    candidate_bits: Annotated[
-        Text, Option("--candidate-bits", metavar="BITS", help="To choose from, comma separated. [3,4,8]")
-    ] = None,
+    bits: Annotated[int | None, Option("--bits", "-b", help="2, 3, 4 or 8. [4]", rich_help_panel=MAKE)] = None,
     group_size: Annotated[
-        Text,
-        Option("--group-size", "--groupsize", "--group_size", help="Columns that share a scale, auto, or -1. [auto]"),
+        Text, Option(help="Columns that share a scale, auto, or -1. [auto]", rich_help_panel=MAKE)
     ] = None,
-    method: Annotated[Text, Option(help="gptq, rtn, awq, awq+gptq, ... [gptq]")] = None,
-    symmetric: Annotated[Switch, Option("--sym/--asym", help="Fixed zero, or one per group. [sym]")] = None,
-    formats: Annotated[Many, Option("--format", metavar="NAMES", help="Comma separated. [compressed-tensors]")] = None,
-    output: Annotated[Text, Option("--output", "-o", help="Directory to make. [MODEL-w4g64-gptq]")] = None,
-    recipe: Annotated[Path | None, Option(help="YAML file; flags given here win over it.")] = None,
-    dataset: Annotated[
-        Text, Option(help="Calibration text: file, directory, dataset id, builtin, self. [self]")
+    symmetric: Annotated[
+        Switch, Option("--sym/--asym", help="Fixed zero, or one per group. [sym]", rich_help_panel=MAKE)
     ] = None,
-    subset: Annotated[Text, Option(help="Configuration of the dataset.")] = None,
-    split: Annotated[Text, Option(help="Split of the dataset.")] = None,
-    column: Annotated[Text, Option(help="Column that holds the text.")] = None,
-    nsamples: Annotated[int | None, Option(help="Calibration sequences. [128]")] = None,
-    seqlen: Annotated[int | None, Option(help="Tokens in a calibration sequence. [512]")] = None,
-    bos: Annotated[Literal["auto", "always", "never"] | None, Option(help="Start sequences with BOS. [auto]")] = None,
-    ignore: Annotated[
-        Many, Option(metavar="PATTERN", help="Sites to leave alone; re: begins a regex. Repeatable.")
+    activation_bits: Annotated[
+        int | None, Option(help="8: INT8 activations too (W8A8). [none]", rich_help_panel=MAKE)
+    ] = None,
+    method: Annotated[Text, Option(help="gptq, rtn, awq, awq+gptq, ... [gptq]", rich_help_panel=MAKE)] = None,
+    formats: Annotated[
+        Many, Option("--format", metavar="NAMES", help="Comma separated. [compressed-tensors]", rich_help_panel=MAKE)
+    ] = None,
+    recipe: Annotated[
+        Text, Option(help="YAML file, or a name of `quantforge recipes list`; flags win.", rich_help_panel=MAKE)
+    ] = None,
+    output: Annotated[
+        Text, Option("--output", "-o", help="Directory to make. [MODEL-w4g64-gptq]", rich_help_panel=MAKE)
     ] = None,
     rules: Annotated[
-        Many, Option("--rule", metavar="PATTERN=...", help="Of sites: bits:8,group_size:64 or skip. Repeatable.")
+        Many,
+        Option(
+            "--rule",
+            metavar="PATTERN=...",
+            help="Of sites: bits:8,group_size:64 or skip. Repeatable.",
+            rich_help_panel=SITES,
+        ),
     ] = None,
-    activation_bits: Annotated[int | None, Option(help="8: INT8 activations too (W8A8). [none]")] = None,
-    option: Annotated[Many, Option("--option", metavar="KEY=VALUE", help="Of the method. Repeatable.")] = None,
-    act_order: Annotated[Switch, Option("--act-order/--no-act-order", help="Solve active inputs first.")] = None,
-    damping: Annotated[float | None, Option("--damping", "--damp", "--percdamp", help="Relative damping.")] = None,
-    sequential: Annotated[Literal["layer", "group"] | None, Option(help="When inputs are observed. [layer]")] = None,
-    tune_epochs: Annotated[
-        int | None, Option("--tune-epochs", help="Epochs of tuning all scales end to end; the model must fit. [0]")
+    ignore: Annotated[
+        Many,
+        Option(metavar="PATTERN", help="Sites to leave alone; re: begins a regex. Repeatable.", rich_help_panel=SITES),
+    ] = None,
+    avg_bits: Annotated[
+        float | None,
+        Option(help="Choose bits; their mean over quantized weights, scales not counted.", rich_help_panel=SITES),
+    ] = None,
+    fit: Annotated[
+        Text, Option(metavar="SIZE", help="Choose bits; tensors of an export take at most 90MB.", rich_help_panel=SITES)
+    ] = None,
+    max_kl: Annotated[
+        float | None, Option(help="Choose bits; predicted KL from the original, nats a token.", rich_help_panel=SITES)
+    ] = None,
+    candidate_bits: Annotated[
+        Text, Option(metavar="BITS", help="To choose from, comma separated. [3,4,8]", rich_help_panel=SITES)
+    ] = None,
+    dataset: Annotated[
+        Text, Option(help="File, directory, dataset id, builtin, self. [self]", rich_help_panel=CALIBRATION)
+    ] = None,
+    subset: Annotated[Text, Option(help="Configuration of the dataset.", rich_help_panel=CALIBRATION)] = None,
+    split: Annotated[Text, Option(help="Split of the dataset.", rich_help_panel=CALIBRATION)] = None,
+    column: Annotated[Text, Option(help="Column that holds the text.", rich_help_panel=CALIBRATION)] = None,
+    nsamples: Annotated[int | None, Option(help="Sequences. [128]", rich_help_panel=CALIBRATION)] = None,
+    seqlen: Annotated[int | None, Option(help="Tokens in a sequence. [512]", rich_help_panel=CALIBRATION)] = None,
+    bos: Annotated[
+        Literal["auto", "always", "never"] | None,
+        Option(help="Start sequences with BOS. [auto]", rich_help_panel=CALIBRATION),
     ] = None,
     token_weights: Annotated[
         Literal["gradient", "none"] | None,
-        Option("--token-weights", help="Calibration tokens count by the model's gradient, or alike. [gradient]"),
+        Option(help="Tokens count by the model's gradient, or alike. [gradient]", rich_help_panel=CALIBRATION),
     ] = None,
-    scale_dtype: Annotated[Literal["auto", "float16", "bfloat16"] | None, Option(help="[auto]")] = None,
-    max_shard_size: Annotated[Text, Option(help="Largest file, such as 500MB. [5GB]")] = None,
+    sequential: Annotated[
+        Literal["layer", "group"] | None, Option(help="When inputs are observed. [layer]", rich_help_panel=CALIBRATION)
+    ] = None,
+    act_order: Annotated[
+        Switch, Option("--act-order/--no-act-order", help="Solve active inputs first.", rich_help_panel=ADVANCED)
+    ] = None,
+    damping: Annotated[float | None, Option(help="Relative damping.", rich_help_panel=ADVANCED)] = None,
+    option: Annotated[
+        Many, Option(metavar="KEY=VALUE", help="Of the method. Repeatable.", rich_help_panel=ADVANCED)
+    ] = None,
+    tune_epochs: Annotated[
+        int | None, Option(help="Epochs of tuning all scales end to end. [0]", rich_help_panel=ADVANCED)
+    ] = None,
+    scale_dtype: Annotated[
+        Literal["auto", "float16", "bfloat16"] | None, Option(help="[auto]", rich_help_panel=ADVANCED)
+    ] = None,
+    max_shard_size: Annotated[Text, Option(help="Largest file, such as 500MB. [5GB]", rich_help_panel=ADVANCED)] = None,
+    trust_remote_code: Annotated[
+        Switch, Option("--trust-remote-code", help="Run code from the checkpoint.", rich_help_panel=ADVANCED)
+    ] = None,
+    allow_pickle: Annotated[
+        Switch, Option("--allow-pickle", help="Read weights stored as pickles (.bin).", rich_help_panel=ADVANCED)
+    ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"] | None, Option(help="[auto]")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and write nothing.")] = False,
     strict: Annotated[Switch, Option("--strict", help="Fail on any fallback or warning.")] = None,
-    trust_remote_code: Annotated[Switch, Option("--trust-remote-code", help="Run code from the checkpoint.")] = None,
-    allow_pickle: Annotated[Switch, Option("--allow-pickle", help="Read weights stored as pickles (.bin).")] = None,
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
@@ -85,18 +126,19 @@ def quantize(
     \b
     Examples:
       quantforge quantize ./SmolLM2-135M --bits 4 --group-size 64
-      quantforge quantize ./SmolLM2-135M --bits 4 --dry-run
+      quantforge quantize ./SmolLM2-135M --scheme W4A16_ASYM --preset fast --dry-run
+      quantforge quantize ./SmolLM2-135M --scheme W8A8
       quantforge quantize ./SmolLM2-135M --avg-bits 3.5
       quantforge quantize ./SmolLM2-135M --bits 4 --rule "*.down_proj=bits:8" --rule "re:layers\.0\.=skip"
-      quantforge quantize ./SmolLM2-135M --bits 8 --activation-bits 8
       quantforge quantize org/model --dataset calib.jsonl --column text --format compressed-tensors,gptq
-      quantforge quantize org/model --recipe recipes/w4a16-gptq.yaml --asym -o ./out --json
+      quantforge quantize org/model --recipe w4a16 --asym -o ./out --json
     """
     from quantforge.cli.ui import Ui
-    from quantforge.recipe import read_recipe
+    from quantforge.reading import read_recipe
 
     ui = Ui(as_json=as_json, quiet=quiet)
     resolved = read_recipe(recipe, _overrides(context.params))
+    resolved = replace(resolved, notes=(*context.meta[NOTES], *resolved.notes))
     ui.notes(resolved.notes)
 
     from quantforge.pipeline.plan import make_plan  # torch comes with it, so a wrong recipe is refused before
@@ -156,7 +198,7 @@ def _group_size(text: str) -> int | str:
 
 def _rule(text: str) -> dict[str, Any]:
     """``PATTERN=bits:8`` with values typed as YAML would."""
-    from quantforge.recipe import parse_scalar
+    from quantforge.reading import parse_scalar
     from quantforge.rules import parse_rule
 
     return {key: value if key == "match" else parse_scalar(value) for key, value in parse_rule(text).items()}
@@ -164,7 +206,7 @@ def _rule(text: str) -> dict[str, Any]:
 
 def _options(pairs: list[str]) -> dict[str, Any]:
     """``key=value`` pairs with values typed as YAML would; raises UsageError on anything else."""
-    from quantforge.recipe import parse_scalar
+    from quantforge.reading import parse_scalar
 
     options = {}
     for pair in pairs:

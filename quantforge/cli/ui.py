@@ -5,8 +5,9 @@ On a terminal a progress bar stays at the bottom; elsewhere (a file, a pipe) the
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -14,7 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from quantforge import report as events
 from quantforge.cli.runview import RunView, chosen, folded, gathered, leaf, megabytes
-from quantforge.recipe import ResolvedRecipe
+from quantforge.reading import ResolvedRecipe
+from quantforge.recipe import Recipe
+from quantforge.shipped import summary_of
 
 if TYPE_CHECKING:
     from quantforge.evaluate.divergence import EvalResult
@@ -217,6 +220,28 @@ class Ui:
         self._kept(found.kept)
         self._table(("file", "size"), [(name, _file_size(size)) for name, size in found.files.items()])
 
+    def recipes(self, shipped: Sequence[tuple[str, str, Recipe]]) -> None:
+        """The recipes that come with the package: name, text, what it says."""
+        if self.as_json:
+            self._json([_shipped(*one) for one in shipped])
+            return
+        rows: list[tuple[str, ...]] = [
+            (name, recipe.budget_label or str(recipe.bits), recipe.method, summary_of(text))
+            for name, text, recipe in shipped
+        ]
+        self._table(("name", "bits", "method", "what it is for"), rows)
+
+    def recipe(self, name: str, text: str, recipe: Recipe) -> None:
+        """One recipe, as it is written."""
+        if self.as_json:
+            self._json(_shipped(name, text, recipe) | {"text": text})
+        else:
+            self.out.file.write(text)
+
+    def copied(self, name: str, path: Path) -> None:
+        """Where a copy of a recipe is."""
+        self._facts([("copied", f"{name} -> {path}")])
+
     def _kept(self, kept: dict[str, str]) -> None:
         """Parameters left in floating point, by reason, a few names each."""
         by_reason: dict[str, list[str]] = {}
@@ -254,6 +279,11 @@ def _document(resolved: ResolvedRecipe, plan: "Plan", report: events.RunReport |
         "plan": plan.to_json(),
         "report": None if report is None else report.to_json(),
     }
+
+
+def _shipped(name: str, text: str, recipe: Recipe) -> dict[str, Any]:
+    settings = recipe.model_dump(mode="json", exclude={"model", "output"} | ({"bits"} if recipe.budget else set()))
+    return {"name": name, "summary": summary_of(text), "recipe": settings}
 
 
 def _planned_size(resolved: ResolvedRecipe, plan: "Plan") -> str:
