@@ -80,7 +80,10 @@ def run_peer(args: argparse.Namespace) -> None:
     import torch
 
     torch.set_num_threads(args.threads)
-    PEERS[args.peer](args.model, torch.tensor(json.loads(args.tokens.read_text())), args.output, not args.asym)
+    tokens = torch.tensor(json.loads(args.tokens.read_text()))
+    model, output = str(Path(args.model).resolve()), Path(args.output).resolve()
+    os.chdir(output.parent)  # some leave logs where they are started
+    PEERS[args.peer](model, tokens, str(output), not args.asym)
 
 
 def measure(args: argparse.Namespace) -> None:
