@@ -9,7 +9,6 @@ forward is repeated on the kept input with the layer's own recorded arguments, a
 through. Weights get no gradients. Of the activations, those of one batch in one layer are alive at a time.
 """
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +26,13 @@ class SiteGradient:
     """What one call of a site saw, forward and backward; rows are tokens, sequence after sequence.
 
     A sum over rows is a sum over calibration tokens. For a site that reads every token (all but routed experts) the
-    rows are those of sequences `first_sample` and following, each as long as the calibration sequences.
+    rows are those of `samples` sequences from `first_sample` on, each as long as the calibration sequences.
 
     Attributes:
         module: the site's module path.
         layer: its decoder layer.
         first_sample: the first sequence of the batch.
+        samples: how many sequences the batch has.
         inputs: float32 [rows, in]; sites that read one tensor get the same memory.
         gradient: float32 [rows, out]: derivative of the summed negative log likelihood of labels drawn from the model
             by the site's output (before anything is added to it but the bias). Row t is g_t; ``g_t g_t^T`` averages
@@ -42,6 +42,7 @@ class SiteGradient:
     module: str
     layer: int
     first_sample: int
+    samples: int
     inputs: torch.Tensor
     gradient: torch.Tensor
 
@@ -116,7 +117,7 @@ def _layer_backward(
     on_site: OnSite,
 ) -> None:
     """Turn `gradient` [samples, length, hidden], of the layer's output, into that of its input, reporting the sites."""
-    first_sample = 0
+    first_sample = samples = 0
 
     def watch(
         name: str,
@@ -126,24 +127,27 @@ def _layer_backward(
         ) -> None:
             value = args[0] if args else kwargs["input"]
             inputs = value.detach().reshape(-1, value.shape[-1])  # [rows, in]
+
+            def pulled(g: torch.Tensor) -> None:
+                on_site(SiteGradient(name, index, first_sample, samples, inputs, g.reshape(-1, g.shape[-1])))
+
             if output.requires_grad and len(inputs):
                 # on the tensor, not after the pass: what is written into the output later does not change its gradient
-                output.register_hook(  # type: ignore[no-untyped-call]
-                    lambda g: on_site(SiteGradient(name, index, first_sample, inputs, g.reshape(-1, g.shape[-1])))
-                )
+                output.register_hook(pulled)  # type: ignore[no-untyped-call]
 
         return called
 
     hooks = [module.register_forward_hook(watch(name), with_kwargs=True) for name, module in sites.items()]
     try:
         for (call, hidden), outgoing in zip(run.batches(index), torch.split(gradient, run.batch_size), strict=True):
+            samples = len(hidden)
             with torch.enable_grad():
                 leaf = hidden.detach().requires_grad_()
                 output = call.run(layer, leaf.clone())  # a clone: some layers add into their input
                 output = output[0] if isinstance(output, tuple | list) else output
             (incoming,) = torch.autograd.grad(output, leaf, outgoing.to(output.device))
             outgoing.copy_(incoming)  # a view into `gradient`
-            first_sample += len(hidden)
+            first_sample += samples
     finally:
         for hook in hooks:
             hook.remove()
@@ -169,11 +173,10 @@ def _head_gradient(run: StreamedPass, generator: torch.Generator) -> torch.Tenso
 def _keep(hidden: torch.Tensor, index: int, directory: Path | None) -> torch.Tensor:
     if directory is None:
         return hidden.clone()
-    file, size_bytes = _file(directory, index), hidden.numel() * hidden.element_size()
-    with open(file, "wb") as handle:
-        os.posix_fallocate(handle.fileno(), 0, size_bytes)  # a full disk is an error here, not a crash later
-    kept = torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype)
-    return kept.reshape(hidden.shape).copy_(hidden)
+    file = _file(directory, index)
+    with open(file, "wb") as handle:  # written, not mapped and filled: a full disk is an error here, not a crash later
+        handle.write(hidden.contiguous().numpy().data)
+    return torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype).reshape(hidden.shape)
 
 
 def _file(directory: Path, index: int) -> Path:

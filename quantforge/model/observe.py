@@ -53,6 +53,7 @@ class _Watch:
     ) -> None:
         self.modules = modules
         self.weights = weights  # by module path, [tokens of all batches]
+        self.batch_tokens = 0  # of the batch that is running
         self._tokens_done = 0  # in the batches before this one
         self.rows_per_batch = rows_per_batch  # of the sample of inputs; None when no magnitudes are asked for
         self.magnitudes: dict[str, MagnitudeAccumulator] = {}
@@ -63,8 +64,8 @@ class _Watch:
         self._calls: list[str] = []
         self._inputs: list[tuple[str, torch.Tensor, int]] = []  # of this batch, kept alive while pointers are compared
 
-    def batch_done(self, tokens: int = 0) -> None:
-        self._tokens_done += tokens
+    def batch_done(self) -> None:
+        self._tokens_done += self.batch_tokens
         if self._first_calls is None:
             self._first_calls = self._calls
         self._calls = []
@@ -101,9 +102,12 @@ class _Watch:
         if name not in self.weights:
             return None
         rows = value.numel() // value.shape[-1]
-        own = self.weights[name][self._tokens_done : self._tokens_done + rows]
-        if len(own) != rows:
-            raise NumericsError(f"{name}: {rows} input rows after {self._tokens_done} tokens, but {len(own)} weights")
+        own = self.weights[name][self._tokens_done : self._tokens_done + self.batch_tokens]
+        if not rows == self.batch_tokens == len(own):
+            raise NumericsError(
+                f"{name}: {rows} input rows for {self.batch_tokens} tokens with {len(own)} weights; "
+                "--token-weights none counts all tokens alike"
+            )
         return own
 
 
@@ -131,11 +135,12 @@ def observe(
     layer = run.owner.layers[index]
     try:
         for call, hidden in run.batches(index):
+            watch.batch_tokens = hidden.shape[0] * hidden.shape[1]
             try:
                 call.run(layer, hidden)
             except _Observed as stop:
                 clear_frames(stop.__traceback__)  # they hold activations, in cycles that are collected much later
-            watch.batch_done(hidden.shape[0] * hidden.shape[1])
+            watch.batch_done()
     finally:
         for handle in hooks:
             handle.remove()

@@ -18,7 +18,7 @@ from torch import nn
 from quantforge.model.backward import SiteGradient, backward
 from quantforge.model.observe import input_groups
 from quantforge.model.sites import LinearSite
-from quantforge.model.streamed import TOKENS_PER_BATCH, StreamedPass
+from quantforge.model.streamed import StreamedPass
 from quantforge.pipeline.plan import Plan
 
 SEED = 0
@@ -37,14 +37,13 @@ def token_weights(
     Args:
         directory: for the inputs of all layers, samples * length * hidden * 4 bytes each; None keeps them in memory.
     """
-    samples, length = tokens.shape
-    batch = max(1, TOKENS_PER_BATCH // length)
+    length = tokens.shape[1]
     weights: TokenWeights = {}
     partial: set[str] = set()
 
     def on_site(seen: SiteGradient) -> None:
         rows, start = len(seen.gradient), seen.first_sample * length
-        if rows != min(batch, samples - seen.first_sample) * length:
+        if rows != seen.samples * length:
             partial.add(seen.module)
             return
         own = weights.setdefault(seen.module, torch.zeros(tokens.numel()))
