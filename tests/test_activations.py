@@ -224,16 +224,16 @@ def test_inspect_tells_the_activations(w8a8: Path) -> None:
 def test_sites_of_all_layers_are_calibrated_on_quantized_activations(
     tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sequential: str
 ) -> None:
-    from quantforge.pipeline import run as run_module
+    from quantforge.pipeline import layers as layers_module
 
     inputs: dict[str, list[torch.Tensor]] = {}
-    solve = run_module.solve_sites
+    solve = layers_module.solve_sites
 
     def watched(plan: Any, sites: Any, modules: Any, group: Any) -> Any:
         inputs.setdefault(label, []).append(group.gram)
         return solve(plan, sites, modules, group)
 
-    monkeypatch.setattr(run_module, "solve_sites", watched)
+    monkeypatch.setattr(layers_module, "solve_sites", watched)
     settings: dict[str, Any] = dict(bits=8, group_size=-1, sequential=sequential)
     for label, bits in (("w8a16", None), ("w8a8", 8)):
         finish(recipe_for(tiny_llama, tmp_path / label, text, activation_bits=bits, **settings))

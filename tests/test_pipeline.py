@@ -22,6 +22,7 @@ from quantforge.model.packed import PackedCheckpoint, open_any
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline import calibrate as calibrate_module
+from quantforge.pipeline import layers as layers_module
 from quantforge.pipeline import run as run_module
 from quantforge.pipeline.plan import Plan, make_plan
 from quantforge.pipeline.run import quantize
@@ -263,7 +264,7 @@ def test_by_group_each_input_group_is_observed_after_the_earlier_ones_were_quant
     tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: dict[str, list[tuple[tuple[str, ...], torch.Tensor]]] = {"layer": [], "group": []}
-    original = run_module.solve_sites
+    original = layers_module.solve_sites
 
     for mode in ("layer", "group"):
 
@@ -271,7 +272,7 @@ def test_by_group_each_input_group_is_observed_after_the_earlier_ones_were_quant
             seen[mode].append((tuple(site.name for site in sites), group.gram.clone()))
             return original(plan, sites, modules, group)
 
-        monkeypatch.setattr(run_module, "solve_sites", spy)
+        monkeypatch.setattr(layers_module, "solve_sites", spy)
         finish(recipe_for(tiny_llama, tmp_path / mode, text, sequential=mode, bits=3))
     names = [name for name, _ in seen["layer"]]
     assert names == [name for name, _ in seen["group"]]
@@ -287,7 +288,7 @@ def test_the_gram_of_a_group_is_the_mean_outer_product_of_the_plain_models_input
 
     grams: list[torch.Tensor] = []
     calibration: list[torch.Tensor] = []
-    original, original_begin = run_module.solve_sites, StreamedModel.begin
+    original, original_begin = layers_module.solve_sites, StreamedModel.begin
 
     def spy(plan: Plan, sites: Any, modules: Any, group: Any) -> Any:
         grams.append(group.gram.double())
@@ -297,9 +298,9 @@ def test_the_gram_of_a_group_is_the_mean_outer_product_of_the_plain_models_input
         calibration.append(tokens)
         return original_begin(self, tokens)
 
-    monkeypatch.setattr(run_module, "solve_sites", spy)
+    monkeypatch.setattr(layers_module, "solve_sites", spy)
     monkeypatch.setattr(StreamedModel, "begin", spy_begin)
-    finish(recipe_for(tiny_llama, tmp_path / "out", text))
+    finish(recipe_for(tiny_llama, tmp_path / "out", text, token_weights="none"))
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
     inputs: list[torch.Tensor] = []
     layer = model.model.layers[0]
@@ -516,18 +517,18 @@ def test_strict_also_refuses_a_finished_output_that_had_warnings(tiny_llama: Pat
 def test_a_site_that_no_token_reaches_falls_back_to_rounding_and_is_listed(
     tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = run_module.observe
+    original = layers_module.observe
 
-    def blind(run: Any, index: int, modules: Any) -> Any:
+    def blind(run: Any, index: int, modules: Any, weights: Any) -> Any:
         seen = {name: module for name, module in modules.items() if not name.endswith("down_proj")}
-        return original(run, index, seen) + [unobserved(name) for name in modules if name not in seen]
+        return original(run, index, seen, weights=weights) + [unobserved(name) for name in modules if name not in seen]
 
-    monkeypatch.setattr(run_module, "observe", blind)
+    monkeypatch.setattr(layers_module, "observe", blind)
     report = finish(recipe_for(tiny_llama, tmp_path / "out", text))
     assert [site.name for site in report.fallbacks] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
     assert report.fallbacks[0].fallback == "gptq: no calibration token reached it; rounded to nearest"
     assert sum("no calibration token reached it" in warning for warning in report.warnings) == 2
-    monkeypatch.setattr(run_module, "observe", lambda run, index, modules: [unobserved(name) for name in modules])
+    monkeypatch.setattr(layers_module, "observe", lambda *args, **_: [unobserved(name) for name in args[2]])
     with pytest.raises(QuantforgeError, match="14 of 14 sites fell back to rtn"):
         finish(recipe_for(tiny_llama, tmp_path / "blind", text))
     assert not (tmp_path / "blind").exists()

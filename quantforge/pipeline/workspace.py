@@ -3,7 +3,8 @@
 Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros, and under
 ``float:<key>`` tensors that a transform changed; the grid of each site is in the metadata), ``layer-00012.json`` (its
 report; its presence means that the layer is done), ``hidden-00013.safetensors`` (the input of the next layer),
-``allocation.json`` (the bits chosen for a budget), ``token-weights.safetensors``. Each file is written under a
+``allocation.json`` (the bits chosen for a budget), ``token-weights.safetensors``, ``sampled-tokens.safetensors`` (and
+in its metadata what they were sampled for). Each file is written under a
 temporary name, flushed to the disk and renamed; the report comes last.
 """
 
@@ -32,6 +33,7 @@ from quantforge.spec import QuantSpec
 FINGERPRINT_FILE = "fingerprint.json"
 ALLOCATION_FILE = "allocation.json"
 WEIGHTS_FILE = "token-weights.safetensors"
+TOKENS_FILE = "sampled-tokens.safetensors"
 FIRST_FILES = {"lock", FINGERPRINT_FILE, f"{FINGERPRINT_FILE}.tmp"}
 """All that a run has written when it is killed before its first layer."""
 
@@ -116,7 +118,7 @@ class Workspace:
             if not weight.spec.symmetric:
                 tensors[f"{name}.zero"] = weight.zero.cpu().contiguous()
         specs = {name: json.dumps(asdict(weight.spec), sort_keys=True) for name, weight in weights.items()}
-        write_atomically(self._layer_file(layer), save(tensors, specs))
+        write_atomically(self._layer_file(layer), save(tensors, specs or None))  # {} gives a broken header
         if hidden is not None:
             write_atomically(self._hidden_file(layer + 1), *_as_file(hidden))
         write_atomically(self.path / f"layer-{layer:05d}.json", json.dumps(report.to_json()).encode())
@@ -149,6 +151,11 @@ class Workspace:
     def keep_token_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Make the weights of calibration tokens durable."""
         write_atomically(self.path / WEIGHTS_FILE, save(dict(weights)))
+
+    def keep_sampled_tokens(self, tokens: torch.Tensor, request: str) -> None:
+        """Make sampled calibration tokens durable; `sampled_tokens` finds them for the same request."""
+        if sampled_tokens(self.path, request) is None:
+            write_atomically(self.path / TOKENS_FILE, save({"tokens": tokens.contiguous()}, {"request": request}))
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -254,6 +261,21 @@ class Workspace:
         discard(self.path)
 
 
+def sampled_tokens(path: Path, request: str) -> torch.Tensor | None:
+    """The tokens [samples, length] that a run kept in its work directory for this request, if there are any.
+
+    A damaged file is as good as none: what it held can be sampled again.
+    """
+    try:
+        with safe_open(path / TOKENS_FILE, "pt") as tensors:
+            if (tensors.metadata() or {}).get("request") != request:
+                return None
+            tokens: torch.Tensor = tensors.get_tensor("tokens").clone()
+            return tokens
+    except (SafetensorError, OSError):
+        return None
+
+
 def discard(path: Path) -> None:
     """Remove a work directory, its fingerprint last: killed halfway, it is still known for what it is."""
     for entry in path.iterdir():
@@ -281,20 +303,20 @@ def _flat(fingerprint: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(*works: Path) -> Iterator[None]:
     """The one place where what the system refuses becomes a message: a full disk, missing rights, a name too long.
 
-    `path` is the work directory.
+    `works` are the work directories.
     """
     try:
         yield
     except OSError as error:
-        file = error.filename2 or error.filename or path
+        file = error.filename2 or error.filename or works[0]
         reason = "the disk is full" if error.errno in FULL else error.strerror or str(error)
         advice = "free some space" if error.errno in FULL else "remove the cause, or choose another --output,"
         raise WorkspaceError(
             f"{reason}: {file} could not be written or read. Nothing was published; finished layers are kept in "
-            f"{path}. To continue, {advice} and run the same command again."
+            f"{', '.join(map(str, works))}. To continue, {advice} and run the same command again."
         ) from error
 
 
