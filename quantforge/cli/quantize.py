@@ -1,12 +1,18 @@
 """The ``quantize`` verb."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Option
 
 from quantforge.errors import UsageError
+
+if TYPE_CHECKING:
+    from quantforge.cli.ui import Ui
+    from quantforge.recipe import ResolvedRecipe
 
 Text = str | None
 Many = list[str] | None
@@ -18,7 +24,10 @@ def quantize(
     model: Annotated[
         Text, typer.Argument(metavar="MODEL", help="Local directory or hub id.", show_default=False)
     ] = None,
-    bits: Annotated[int | None, Option("--bits", "-b", "--wbits", help="2, 3, 4 or 8. [4]")] = None,
+    bits: Annotated[
+        Text,
+        Option("--bits", "-b", "--wbits", metavar="BITS", help="2, 3, 4 or 8; several, 4,3,8, share the work. [4]"),
+    ] = None,
     avg_bits: Annotated[
         float | None,
         Option(
@@ -36,10 +45,12 @@ def quantize(
         Text,
         Option("--group-size", "--groupsize", "--group_size", help="Columns that share a scale, auto, or -1. [auto]"),
     ] = None,
-    method: Annotated[Text, Option(help="gptq, rtn, awq, awq+gptq, ... [gptq]")] = None,
+    method: Annotated[Text, Option(help="gptq, rtn, awq, awq+gptq, ...; or several, comma separated. [gptq]")] = None,
     symmetric: Annotated[Switch, Option("--sym/--asym", help="Fixed zero, or one per group. [sym]")] = None,
     formats: Annotated[Many, Option("--format", metavar="NAMES", help="Comma separated. [compressed-tensors]")] = None,
-    output: Annotated[Text, Option("--output", "-o", help="Directory to make. [MODEL-w4g64-gptq]")] = None,
+    output: Annotated[
+        Text, Option("--output", "-o", help="Directory to make; of several, what holds theirs. [MODEL-w4g64-gptq]")
+    ] = None,
     recipe: Annotated[Path | None, Option(help="YAML file; flags given here win over it.")] = None,
     dataset: Annotated[
         Text, Option(help="Calibration text: file, directory, dataset id, builtin, self. [self]")
@@ -60,7 +71,12 @@ def quantize(
     option: Annotated[Many, Option("--option", metavar="KEY=VALUE", help="Of the method. Repeatable.")] = None,
     act_order: Annotated[Switch, Option("--act-order/--no-act-order", help="Solve active inputs first.")] = None,
     damping: Annotated[float | None, Option("--damping", "--damp", "--percdamp", help="Relative damping.")] = None,
-    sequential: Annotated[Literal["layer", "group"] | None, Option(help="When inputs are observed. [layer]")] = None,
+    sequential: Annotated[
+        Literal["layer", "group", "none"] | None,
+        Option(
+            help="Inputs as quantized layers give them, observed once a layer or group; none: the original's. [layer]"
+        ),
+    ] = None,
     token_weights: Annotated[
         Literal["gradient", "none"] | None,
         Option("--token-weights", help="Calibration tokens count by the model's gradient, or alike. [gradient]"),
@@ -84,18 +100,31 @@ def quantize(
       quantforge quantize ./SmolLM2-135M --bits 4 --group-size 64
       quantforge quantize ./SmolLM2-135M --bits 4 --dry-run
       quantforge quantize ./SmolLM2-135M --avg-bits 3.5
+      quantforge quantize ./SmolLM2-135M --bits 4,3,8 --method gptq,awq+gptq --sequential none -o ./variants
       quantforge quantize ./SmolLM2-135M --bits 4 --rule "*.down_proj=bits:8" --rule "re:layers\.0\.=skip"
       quantforge quantize ./SmolLM2-135M --bits 8 --activation-bits 8
       quantforge quantize org/model --dataset calib.jsonl --column text --format compressed-tensors,gptq
       quantforge quantize org/model --recipe recipes/w4a16-gptq.yaml --asym -o ./out --json
     """
     from quantforge.cli.ui import Ui
+    from quantforge.cli.variants import expand
     from quantforge.recipe import read_recipe
 
     ui = Ui(as_json=as_json, quiet=quiet)
-    resolved = read_recipe(recipe, _overrides(context.params))
-    ui.notes(resolved.notes)
+    variants = [read_recipe(recipe, overrides) for overrides in expand(_overrides(context.params))]
+    for resolved in variants:
+        ui.notes(resolved.notes)
+    try:
+        if len(variants) > 1:
+            _several(ui, variants, dry_run)
+        else:
+            _one(ui, variants[0], dry_run)
+    except KeyboardInterrupt:
+        ui.insist("finished layers are kept; run the same command again to continue")
+        raise
 
+
+def _one(ui: "Ui", resolved: "ResolvedRecipe", dry_run: bool) -> None:
     from quantforge.pipeline.plan import make_plan  # torch comes with it, so a wrong recipe is refused before
     from quantforge.pipeline.run import quantize as run
 
@@ -105,12 +134,22 @@ def quantize(
         return
     ui.notes(plan.notes)
     ui.say(f"output: {plan.output}")
-    try:
-        report = ui.follow(run(resolved.recipe, plan))
-    except KeyboardInterrupt:
-        ui.insist("finished layers are kept; run the same command again to continue")
-        raise
-    ui.report(resolved, plan, report)
+    ui.report(resolved, plan, ui.follow(run(resolved.recipe, plan)))
+
+
+def _several(ui: "Ui", variants: "Sequence[ResolvedRecipe]", dry_run: bool) -> None:
+    from quantforge.pipeline.many import plan_many, quantize_many
+
+    jobs = plan_many([resolved.recipe for resolved in variants])
+    planned = [(replace(was, recipe=recipe), plan) for was, (recipe, plan) in zip(variants, jobs, strict=True)]
+    if dry_run:
+        ui.variants([(resolved, plan, None) for resolved, plan in planned])
+        return
+    for _, plan in planned:
+        ui.notes(plan.notes)
+        ui.say(f"output: {plan.output}")
+    reports = ui.follow_many(quantize_many(jobs))
+    ui.variants([(resolved, plan, report) for (resolved, plan), report in zip(planned, reports, strict=True)])
 
 
 _NOT_RECIPE = {"recipe", "option", "act_order", "damping", "dry_run", "as_json", "quiet"}
