@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from quantforge.errors import QuantforgeError
     from quantforge.pipeline.describe import describe_checkpoint
+    from quantforge.pipeline.many import plan_many, quantize_many
     from quantforge.pipeline.plan import make_plan
     from quantforge.pipeline.run import quantize
     from quantforge.pipeline.score import evaluate_checkpoint
@@ -40,7 +41,9 @@ __all__ = [
     "evaluate_checkpoint",
     "load_recipe",
     "make_plan",
+    "plan_many",
     "quantize",
+    "quantize_many",
 ]
 
 _HOMES = {
@@ -51,7 +54,9 @@ _HOMES = {
     "evaluate_checkpoint": "pipeline.score",
     "load_recipe": "reading",
     "make_plan": "pipeline.plan",
+    "plan_many": "pipeline.many",
     "quantize": "pipeline.run",
+    "quantize_many": "pipeline.many",
 }
 
 

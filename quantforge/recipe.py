@@ -39,13 +39,13 @@ class Recipe(BaseModel):
 
     `group_size` -1 is one scale per output channel, ``auto`` lets the plan choose. `ignore` holds site names, as shell
     patterns or, after ``re:``, regular expressions. `rules` give sites grids of their own. `activation_bits` 8 makes
-    the inputs of quantized sites INT8 as well (W8A8); None leaves them alone. `options` are the method's own.
+    the inputs of quantized sites INT8 as well (W8A8); None leaves them alone. `options` are the method's own. With
+    `sequential` ``none`` sites are solved on the original model's inputs, else on those that quantized layers give.
 
     A budget has the bits of each site chosen from `candidate_bits` (none given: all that the formats can hold), except
     where a rule names bits; `bits` then means nothing, and there is at most one budget. `avg_bits` is the mean width of
     a code over the quantized weights: 4 bits everywhere are 4.0, whatever the scales take. `fit` limits the bytes of
-    the exported tensors, those that are not quantized included. `max_kl` limits the predicted KL from the original in
-    nats a token.
+    all exported tensors, quantized or not. `max_kl` limits the predicted KL from the original in nats a token.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -77,7 +77,7 @@ class Recipe(BaseModel):
     scale_dtype: Literal["auto", "float16", "bfloat16"] = Field(default="auto", description="auto, float16 or bfloat16")
     tune_epochs: int = Field(default=0, ge=0, description="a whole number of epochs of scale tuning, 0 for none")
     token_weights: Literal["gradient", "none"] = Field(default="gradient", description="gradient or none")
-    sequential: Literal["layer", "group"] = Field(default="layer", description="layer or group")
+    sequential: Literal["layer", "group", "none"] = Field(default="layer", description="layer, group or none")
     calibration: CalibrationRecipe = Field(default=CalibrationRecipe(), description="a mapping")
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(default="auto", description="auto, cpu, cuda or mps")
     max_shard_size: str | int = Field(default="5GB", description="a size such as 5GB or 500MiB")
@@ -145,18 +145,23 @@ class Recipe(BaseModel):
 
 
 def default_output(recipe: Recipe, group_size: int | None) -> str:
-    """The name of the output directory when none is given: ``SmolLM2-135M-w4g64-gptq``; `group_size` None is ``pc``.
-
-    Rules make it ``w4g64-mixed``, quantized activations ``w8a8``, budgets ``w3.5g64``, ``fit90MBg64``, ``kl0.05g64``.
-    """
+    """The output directory when none is given: ``SmolLM2-135M-w4g64-gptq``."""
     model = Path(recipe.model.rstrip("/")).name or Path(recipe.model).resolve().name
     if model in (".", ".."):
         model = Path(recipe.model).resolve().name
-    group = "pc" if group_size is None else f"g{group_size}"
+    return f"{model}-{variant_name(recipe, group_size)}"
+
+
+def variant_name(recipe: Recipe, group_size: int | str | None) -> str:
+    """What is done to the model, in short: ``w4g64-gptq``; `group_size` None is ``pc``, ``auto`` is left out.
+
+    Rules make it ``w4g64-mixed``, quantized activations ``w8a8``, budgets ``w3.5g64``, ``fit90MBg64``, ``kl0.05g64``.
+    """
+    group = "" if group_size == "auto" else "pc" if group_size in (None, -1) else f"g{group_size}"
     grid = f"w{recipe.bits}{group}" if recipe.activation_bits is None else f"w{recipe.bits}a{recipe.activation_bits}"
     if recipe.budget is not None:
         prefix = {"avg_bits": "w", "fit": "fit", "max_kl": "kl"}[recipe.budget]
         grid = f"{prefix}{str(getattr(recipe, recipe.budget)).replace(' ', '')}{group}"
     variants = ("" if recipe.symmetric else "-asym") + ("-mixed" if recipe.rules else "")
     method = "-".join([*recipe.transforms, *recipe.method.split("+")])
-    return f"{model}-{grid}{variants}-{method}"
+    return f"{grid}{variants}-{method}"

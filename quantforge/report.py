@@ -300,6 +300,22 @@ class RunFinished:
     report: RunReport
 
 
+@dataclass(frozen=True)
+class VariantsStarted:
+    """Sent once by a run of several variants, which tells what it shares among them. `variants` are their names."""
+
+    variants: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class VariantEvent:
+    """What happened to one of several variants; events that come without this concern all of them."""
+
+    variant: str
+    event: "Event"
+
+
 Event = (
     Sampling
     | Weighing
@@ -314,4 +330,6 @@ Event = (
     | Assembling
     | Verifying
     | RunFinished
+    | VariantsStarted
+    | VariantEvent
 )

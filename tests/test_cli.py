@@ -40,15 +40,20 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
 # ------------------------------------------------------------------------------------------------ the whole command
 
 
-def test_help_answers_in_half_a_second() -> None:
-    command = [sys.executable, "-m", "quantforge", "--help"]
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-        times.append(time.perf_counter() - started)
-    assert ran.returncode == 0 and all(verb in ran.stdout for verb in ("quantize", "eval", "inspect"))
-    assert min(times) < 0.5
+def test_help_takes_little_more_than_python_and_the_command_line_library_themselves() -> None:
+    """By processor time of the quickest of several, in turn: other work on the machine must not decide."""
+
+    def seconds(*arguments: str) -> float:
+        before = os.times()
+        ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT)
+        assert ran.returncode == 0
+        if "--help" in arguments:
+            assert all(verb in ran.stdout for verb in ("quantize", "eval", "inspect"))
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    pairs = [(seconds("-m", "quantforge", "--help"), seconds("-c", "import typer, rich.table")) for _ in range(4)]
+    assert min(own for own, _ in pairs) < 0.3 + 2 * min(bare for _, bare in pairs)
 
 
 @pytest.mark.parametrize("verb", ["quantize", "eval", "inspect"])

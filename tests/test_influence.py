@@ -1,4 +1,4 @@
-"""Weights of calibration tokens: what they are, what they do to grams, and that runs with them start, stop and resume."""
+"""Weights of calibration tokens: what they are, what they do to grams, and that runs with them resume."""
 
 import random
 from collections.abc import Iterator

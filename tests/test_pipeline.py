@@ -521,15 +521,14 @@ def test_a_site_that_no_token_reaches_falls_back_to_rounding_and_is_listed(
 
     def blind(run: Any, index: int, modules: Any, weights: Any) -> Any:
         seen = {name: module for name, module in modules.items() if not name.endswith("down_proj")}
-        found = original(run, index, seen, weights=weights)
-        return found + [unobserved(name) for name in modules if name not in seen]
+        return original(run, index, seen, weights=weights) + [unobserved(name) for name in modules if name not in seen]
 
     monkeypatch.setattr(layers_module, "observe", blind)
     report = finish(recipe_for(tiny_llama, tmp_path / "out", text))
     assert [site.name for site in report.fallbacks] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
     assert report.fallbacks[0].fallback == "gptq: no calibration token reached it; rounded to nearest"
     assert sum("no calibration token reached it" in warning for warning in report.warnings) == 2
-    monkeypatch.setattr(layers_module, "observe", lambda _r, _i, modules, weights: [unobserved(n) for n in modules])
+    monkeypatch.setattr(layers_module, "observe", lambda *args, **_: [unobserved(name) for name in args[2]])
     with pytest.raises(QuantforgeError, match="14 of 14 sites fell back to rtn"):
         finish(recipe_for(tiny_llama, tmp_path / "blind", text))
     assert not (tmp_path / "blind").exists()

@@ -1,13 +1,18 @@
 """The ``quantize`` verb."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Option
 
 from quantforge.cli.flags import NOTES
 from quantforge.errors import UsageError
+
+if TYPE_CHECKING:
+    from quantforge.cli.ui import Ui
+    from quantforge.reading import ResolvedRecipe
 
 Text = str | None
 Many = list[str] | None
@@ -28,7 +33,16 @@ def quantize(
     scheme: Annotated[
         Text, Option(help="A grid by its name: W4A16, W4A16_ASYM, W8A8, ...", rich_help_panel=MAKE)
     ] = None,
-    bits: Annotated[int | None, Option("--bits", "-b", help="2, 3, 4 or 8. [4]", rich_help_panel=MAKE)] = None,
+    bits: Annotated[
+        Text,
+        Option(
+            "--bits",
+            "-b",
+            metavar="BITS",
+            help="2, 3, 4 or 8; several: 4,3,8. [4]",
+            rich_help_panel=MAKE,
+        ),
+    ] = None,
     group_size: Annotated[
         Text, Option(help="Columns that share a scale, auto, or -1. [auto]", rich_help_panel=MAKE)
     ] = None,
@@ -38,7 +52,9 @@ def quantize(
     activation_bits: Annotated[
         int | None, Option(help="8: INT8 activations too (W8A8). [none]", rich_help_panel=MAKE)
     ] = None,
-    method: Annotated[Text, Option(help="gptq, rtn, awq, awq+gptq, ... [gptq]", rich_help_panel=MAKE)] = None,
+    method: Annotated[
+        Text, Option(help="gptq, rtn, awq, awq+gptq, ...; or several, comma separated. [gptq]", rich_help_panel=MAKE)
+    ] = None,
     formats: Annotated[
         Many, Option("--format", metavar="NAMES", help="Comma separated. [compressed-tensors]", rich_help_panel=MAKE)
     ] = None,
@@ -46,7 +62,8 @@ def quantize(
         Text, Option(help="YAML file, or a name of `quantforge recipes list`; flags win.", rich_help_panel=MAKE)
     ] = None,
     output: Annotated[
-        Text, Option("--output", "-o", help="Directory to make. [MODEL-w4g64-gptq]", rich_help_panel=MAKE)
+        Text,
+        Option("--output", "-o", help="Directory to make. [MODEL-w4g64-gptq]", rich_help_panel=MAKE),
     ] = None,
     rules: Annotated[
         Many,
@@ -91,7 +108,11 @@ def quantize(
         Option(help="Tokens count by the model's gradient, or alike. [gradient]", rich_help_panel=CALIBRATION),
     ] = None,
     sequential: Annotated[
-        Literal["layer", "group"] | None, Option(help="When inputs are observed. [layer]", rich_help_panel=CALIBRATION)
+        Literal["layer", "group", "none"] | None,
+        Option(
+            help="Inputs as quantized layers give them, observed once a layer or group; none: the original's. [layer]",
+            rich_help_panel=CALIBRATION,
+        ),
     ] = None,
     act_order: Annotated[
         Switch, Option("--act-order/--no-act-order", help="Solve active inputs first.", rich_help_panel=ADVANCED)
@@ -129,18 +150,31 @@ def quantize(
       quantforge quantize ./SmolLM2-135M --scheme W4A16_ASYM --preset fast --dry-run
       quantforge quantize ./SmolLM2-135M --scheme W8A8
       quantforge quantize ./SmolLM2-135M --avg-bits 3.5
+      quantforge quantize ./SmolLM2-135M --bits 4,3,8 --method gptq,awq+gptq --sequential none -o ./variants
       quantforge quantize ./SmolLM2-135M --bits 4 --rule "*.down_proj=bits:8" --rule "re:layers\.0\.=skip"
       quantforge quantize org/model --dataset calib.jsonl --column text --format compressed-tensors,gptq
       quantforge quantize org/model --recipe w4a16 --asym -o ./out --json
     """
     from quantforge.cli.ui import Ui
+    from quantforge.cli.variants import expand
     from quantforge.reading import read_recipe
 
     ui = Ui(as_json=as_json, quiet=quiet)
-    resolved = read_recipe(recipe, _overrides(context.params))
-    resolved = replace(resolved, notes=(*context.meta[NOTES], *resolved.notes))
-    ui.notes(resolved.notes)
+    variants = [read_recipe(recipe, overrides) for overrides in expand(_overrides(context.params))]
+    variants = [replace(resolved, notes=(*context.meta[NOTES], *resolved.notes)) for resolved in variants]
+    for resolved in variants:
+        ui.notes(resolved.notes)
+    try:
+        if len(variants) > 1:
+            _several(ui, variants, dry_run)
+        else:
+            _one(ui, variants[0], dry_run)
+    except KeyboardInterrupt:
+        ui.insist("finished layers are kept; run the same command again to continue")
+        raise
 
+
+def _one(ui: "Ui", resolved: "ResolvedRecipe", dry_run: bool) -> None:
     from quantforge.pipeline.plan import make_plan  # torch comes with it, so a wrong recipe is refused before
     from quantforge.pipeline.run import quantize as run
 
@@ -150,12 +184,22 @@ def quantize(
         return
     ui.notes(plan.notes)
     ui.say(f"output: {plan.output}")
-    try:
-        report = ui.follow(run(resolved.recipe, plan))
-    except KeyboardInterrupt:
-        ui.insist("finished layers are kept; run the same command again to continue")
-        raise
-    ui.report(resolved, plan, report)
+    ui.report(resolved, plan, ui.follow(run(resolved.recipe, plan)))
+
+
+def _several(ui: "Ui", variants: "Sequence[ResolvedRecipe]", dry_run: bool) -> None:
+    from quantforge.pipeline.many import plan_many, quantize_many
+
+    jobs = plan_many([resolved.recipe for resolved in variants])
+    planned = [(replace(was, recipe=recipe), plan) for was, (recipe, plan) in zip(variants, jobs, strict=True)]
+    if dry_run:
+        ui.variants([(resolved, plan, None) for resolved, plan in planned])
+        return
+    for _, plan in planned:
+        ui.notes(plan.notes)
+        ui.say(f"output: {plan.output}")
+    reports = ui.follow_many(quantize_many(jobs))
+    ui.variants([(resolved, plan, report) for (resolved, plan), report in zip(planned, reports, strict=True)])
 
 
 _NOT_RECIPE = {"recipe", "option", "act_order", "damping", "dry_run", "as_json", "quiet"}

@@ -55,18 +55,38 @@ def leaf(name: str) -> str:
     return parts[-1] if parts else name
 
 
-class RunView:
-    """Turns the events of a run into lines; with `bar`, keeps it up to date as well."""
+class Pace:
+    """How long layers take, and how many are left; of several variants in one run, all of them."""
 
-    def __init__(self, ui: "Ui") -> None:
+    def __init__(self) -> None:
+        self.left = 0
+        self._seconds: list[float] = []
+
+    def done(self, seconds: float) -> str:
+        """One layer more is done; the time left, in words."""
+        self.left -= 1
+        self._seconds.append(seconds)
+        return f"ETA {duration(sum(self._seconds) / len(self._seconds) * max(self.left, 0))}"
+
+
+class RunView:
+    """Turns the events of a run into lines; with `bar`, keeps it up to date as well.
+
+    Attributes:
+        variants: of a run of several, by name; lines of each begin with its name.
+    """
+
+    def __init__(self, ui: "Ui", name: str | None = None, pace: Pace | None = None) -> None:
         self.ui = ui
+        self.variants: dict[str, RunView] = {}
+        self._prefix = "" if name is None else f"{name}: "
+        self._pace = pace or Pace()
         self.bar: Progress | None = None
         self.finished: events.RunReport | None = None
         self.verified: set[str] = set()
         self._task: TaskID | None = None
         self._total = 0
         self._done = 0
-        self._seconds: list[float] = []
         self._pass_started = 0.0
 
     def show(self, event: events.Event) -> None:
@@ -98,6 +118,13 @@ class RunView:
                 self._stage(f"verifying {name}: reading it back")
             case events.RunFinished(report=report):
                 self.finished = report
+            case events.VariantsStarted(variants=names, notes=notes):
+                self.ui.notes(notes)
+                self.variants = {name: RunView(self.ui, name, self._pace) for name in names}
+            case events.VariantEvent(variant=name, event=inner):
+                view = self.variants[name]
+                view.bar = self.bar
+                view.show(inner)
 
     def _pass(self, what: str, done: int, steps: int) -> None:
         """Of a pass over the whole model, forward and backward: a line at each fifth of the way, with the time left."""
@@ -116,22 +143,24 @@ class RunView:
         self._stage(f"tuning scales: step {step}/{steps}  KL {kl:.4f}{eta}")
 
     def _allocated(self, allocation: events.Allocation) -> None:
-        self.ui.say(f"bits chosen for {allocation.budget}: {chosen(allocation)}")
+        self._say(f"bits chosen for {allocation.budget}: {chosen(allocation)}")
 
     def _start(self, event: events.RunStarted) -> None:
         self._total, self._done = event.layers, event.done
+        self._pace.left += event.layers - event.done
         self.ui.notes(event.notes)
         if event.done:
-            self.ui.say(f"resuming: {event.done} of {event.layers} layers were already done")
+            self._say(f"resuming: {event.done} of {event.layers} layers were already done")
         if self.bar is not None:
-            self._task = self.bar.add_task("starting", total=event.layers, completed=event.done, remark="")
+            self._task = self.bar.add_task(
+                f"{self._prefix}starting", total=event.layers, completed=event.done, remark=""
+            )
 
     def _layer(self, event: events.LayerDone) -> None:
         """``layer 3/30  loss 0.412 x RTN  4.250 bits/weight  3.1 s  ETA 1:24``"""
         report = event.report
         self._done += 1
-        self._seconds.append(event.seconds)
-        eta = f"ETA {duration(sum(self._seconds) / len(self._seconds) * max(self._total - self._done, 0))}"
+        eta = self._pace.done(event.seconds)
         ratio = report.loss_ratio
         parts = [
             f"layer {report.layer + 1}/{self._total}",
@@ -139,16 +168,19 @@ class RunView:
             f"{report.bits_per_weight:.3f} bits/weight",
             f"{event.seconds:.1f} s",
         ]
-        self.ui.say("  ".join(parts if self.bar else [*parts, eta]))
+        self._say("  ".join(parts if self.bar else [*parts, eta]))
         for remark in gathered(report.warnings):  # fallbacks are among them
-            self.ui.say(f"  {remark}")
+            self._say(f"  {remark}")
         if self.bar is not None and self._task is not None:
             self.bar.update(self._task, completed=self._done, remark=eta)
 
     def _stage(self, text: str) -> None:
-        self.ui.say(text)
+        self._say(text)
         self._update(text)
 
     def _update(self, text: str) -> None:
         if self.bar is not None and self._task is not None:
-            self.bar.update(self._task, description=text)
+            self.bar.update(self._task, description=f"{self._prefix}{text}")
+
+    def _say(self, text: str) -> None:
+        self.ui.say(f"{self._prefix}{text}")

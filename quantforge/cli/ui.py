@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from quantforge import report as events
 from quantforge.cli.runview import RunView, chosen, folded, gathered, leaf, megabytes
 from quantforge.reading import ResolvedRecipe
-from quantforge.recipe import Recipe
+from quantforge.recipe import Recipe, variant_name
 from quantforge.shipped import summary_of
 
 if TYPE_CHECKING:
@@ -92,6 +92,17 @@ class Ui:
 
     def follow(self, run: Iterable[events.Event]) -> events.RunReport:
         """Render a run while it goes on, one line a layer; returns its report."""
+        view = self._follow(run)
+        self._verified = view.verified
+        assert view.finished is not None, "a run ends with RunFinished"
+        return view.finished
+
+    def follow_many(self, run: Iterable[events.Event]) -> list[events.RunReport]:
+        """Render a run of several variants while it goes on; returns their reports, in the order of the variants."""
+        finished = [view.finished for view in self._follow(run).variants.values()]
+        return [report for report in finished if report is not None]
+
+    def _follow(self, run: Iterable[events.Event]) -> RunView:
         view = RunView(self)
         if self.quiet or not self.err.is_terminal:
             for event in run:
@@ -101,9 +112,7 @@ class Ui:
                 view.bar = bar
                 for event in run:
                     view.show(event)
-        self._verified = view.verified
-        assert view.finished is not None, "a run ends with RunFinished"
-        return view.finished
+        return view
 
     # -------------------------------------------------------------------------------------------- stdout
 
@@ -147,13 +156,10 @@ class Ui:
         if self.as_json:
             self._json(_document(resolved, plan, report))
             return
-        ratios = [layer.loss_ratio for layer in report.layers if layer.loss_ratio is not None]
-        sites = [site for layer in report.layers for site in layer.sites]
-        weights = sum(site.out_features * site.in_features for site in sites)
-        bits = sum(site.bits_per_weight * site.out_features * site.in_features for site in sites) / max(weights, 1)
+        bits, ratio = _bits_per_weight(report), _loss_ratio(report)
         self._facts([("method", f"{report.method}, {report.spec_label}")])
-        if ratios:
-            self._facts([("loss", f"{sum(ratios) / len(ratios):.3f} x round to nearest (mean over layers)")])
+        if ratio is not None:
+            self._facts([("loss", f"{ratio:.3f} x round to nearest (mean over layers)")])
         if folds := [fold for layer in report.layers for fold in layer.transforms]:
             self._facts([("folds", f"{folded(folds)} pairs kept")])
         if (tuned := report.tuning) is not None:
@@ -173,6 +179,36 @@ class Ui:
         self._facts([("note", note) for note in report.notes])
         for remark in gathered(report.warnings):  # fallbacks are among them
             self.warn(remark)
+
+    def variants(self, done: Sequence[tuple[ResolvedRecipe, "Plan", events.RunReport | None]]) -> None:
+        """What was done for each of several variants; without reports, what would be done, by `--dry-run`."""
+        if self.as_json:
+            self._json({"variants": [_document(*variant) for variant in done]})
+            return
+        rows: list[tuple[str, ...]] = []
+        for resolved, plan, report in done:
+            name = variant_name(resolved.recipe, plan.spec.group_size)
+            if report is None:
+                size = (megabytes(plan.estimated_bytes), f"{plan.bits_per_weight:.3f}") if plan.settled else ("-", "-")
+                rows.append((name, *size, "-", str(plan.output)))
+                continue
+            ratio = _loss_ratio(report)
+            loss = "-" if ratio is None else f"{ratio:.3f} x RTN"
+            for output in report.outputs:
+                bits = f"{_bits_per_weight(report):.3f}"
+                rows.append((name, megabytes(output.tensor_bytes), bits, loss, output.path))
+        self._table(("variant", "size", "bits/weight", "loss", "output"), rows)
+        self._kept({name: reason for _, plan, _ in done for name, reason in plan.kept.items()})
+        planned = [(resolved, plan) for resolved, plan, report in done if report is None]
+        notes = (note for resolved, plan in planned for note in (*resolved.notes, *plan.notes))
+        self._facts([("note", note) for note in dict.fromkeys(notes)])
+        for resolved, plan, report in done:
+            if report is None:
+                continue
+            name = variant_name(resolved.recipe, plan.spec.group_size)
+            self._facts([("note", f"{name}: {note}") for note in report.notes])
+            for remark in gathered(report.warnings):
+                self.warn(f"{name}: {remark.removeprefix('warning: ')}")
 
     def evaluation(self, result: "EvalResult") -> None:
         """Perplexity, and the distance to the reference; the protocol's short name stands beside every number."""
@@ -284,6 +320,18 @@ def _document(resolved: ResolvedRecipe, plan: "Plan", report: events.RunReport |
 def _shipped(name: str, text: str, recipe: Recipe) -> dict[str, Any]:
     settings = recipe.model_dump(mode="json", exclude={"model", "output"} | ({"bits"} if recipe.budget else set()))
     return {"name": name, "summary": summary_of(text), "recipe": settings}
+
+
+def _bits_per_weight(report: events.RunReport) -> float:
+    sites = [site for layer in report.layers for site in layer.sites]
+    weights = sum(site.out_features * site.in_features for site in sites)
+    return sum(site.bits_per_weight * site.out_features * site.in_features for site in sites) / max(weights, 1)
+
+
+def _loss_ratio(report: events.RunReport) -> float | None:
+    """Mean over layers; None when nothing was measured."""
+    ratios = [layer.loss_ratio for layer in report.layers if layer.loss_ratio is not None]
+    return sum(ratios) / len(ratios) if ratios else None
 
 
 def _planned_size(resolved: ResolvedRecipe, plan: "Plan") -> str:

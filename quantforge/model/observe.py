@@ -10,8 +10,10 @@ from torch import nn
 
 from quantforge.errors import NumericsError
 from quantforge.model.streamed import StreamedPass
+from quantforge.numerics.activations import quantize_tokens
 from quantforge.numerics.channels import MagnitudeAccumulator, Magnitudes
 from quantforge.numerics.gram import GramAccumulator
+from quantforge.spec import ActivationSpec
 
 
 class _Observed(Exception):
@@ -50,10 +52,14 @@ class _Watch:
         modules: Mapping[str, nn.Module],
         rows_per_batch: int | None = None,
         weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        rounded: ActivationSpec | None = None,
+        whole: bool = False,
     ) -> None:
         self.modules = modules
         self.weights = weights  # by module path, [tokens of all batches]
         self.batch_tokens = 0  # of the batch that is running
+        self.rounded = rounded
+        self.whole = whole  # the layer runs to its end
         self._tokens_done = 0  # in the batches before this one
         self.rows_per_batch = rows_per_batch  # of the sample of inputs; None when no magnitudes are asked for
         self.magnitudes: dict[str, MagnitudeAccumulator] = {}
@@ -85,16 +91,17 @@ class _Watch:
             self.groups.setdefault(self._leader[name], []).append(name)
         leader = self._leader[name]
         if leader == name:
-            self.grams.setdefault(name, GramAccumulator(value.shape[-1], name)).add(value, self._weights(name, value))
+            rows = value if self.rounded is None else quantize_tokens(value, self.rounded)
+            self.grams.setdefault(name, GramAccumulator(rows.shape[-1], name)).add(rows, self._weights(name, rows))
             if self.rows_per_batch is not None:
-                self.magnitudes.setdefault(name, MagnitudeAccumulator(self.rows_per_batch)).add(value)
+                self.magnitudes.setdefault(name, MagnitudeAccumulator(self.rows_per_batch)).add(rows)
         elif leader not in same:
             raise NumericsError(
                 f"{name} shares its input with {leader} for some calibration tokens and not for others; "
                 f"leave it alone with --ignore {name}"
             )
         self._inputs.append((name, value, value._version))
-        if self._calls == self._first_calls and self.modules.keys() == set(self._calls):
+        if not self.whole and self._calls == self._first_calls and self.modules.keys() == set(self._calls):
             raise _Observed  # nothing that is still to come is watched
 
     def _weights(self, name: str, value: torch.Tensor) -> torch.Tensor | None:
@@ -118,6 +125,8 @@ def observe(
     modules: Mapping[str, nn.Module],
     rows_per_batch: int | None = None,
     weights: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    rounded: ActivationSpec | None = None,
+    advance: bool = False,
 ) -> list[InputGroup]:
     """Feed a layer's recorded inputs through it and gather statistics of the given sites' inputs.
 
@@ -127,17 +136,22 @@ def observe(
         rows_per_batch: when given, magnitudes of the inputs are gathered too, and so many rows of each batch.
         weights: module path -> [samples * length], how much each token counts; sites that share an input must share
             them. A site without any counts all tokens alike.
+        rounded: when given, the statistics are those of the inputs rounded to this grid, while the layer itself goes on
+            with the inputs as they are.
+        advance: also replace the hidden states by the layer's output, as `StreamedPass.advance` does; in one pass.
 
     A site that was never called comes back with 0 tokens. Raises NumericsError when a site saw non-finite inputs.
     """
-    watch = _Watch(modules, rows_per_batch, weights)
+    watch = _Watch(modules, rows_per_batch, weights, rounded, whole=advance)
     hooks = [watch.hook(name) for name in modules]
     layer = run.owner.layers[index]
     try:
-        for call, hidden in run.batches(index):
+        for (call, hidden), place in zip(run.batches(index), torch.split(run.hidden, run.batch_size), strict=True):
             watch.batch_tokens = hidden.shape[0] * hidden.shape[1]
             try:
-                call.run(layer, hidden)
+                output = call.run(layer, hidden)
+                if advance:
+                    place.copy_(output[0] if isinstance(output, tuple | list) else output)  # a view into run.hidden
             except _Observed as stop:
                 clear_frames(stop.__traceback__)  # they hold activations, in cycles that are collected much later
             watch.batch_done()

@@ -1,15 +1,23 @@
 """The calibration tokens of a run: from text, or sampled from the model itself (why: docs/calibration.md)."""
 
-from collections.abc import Generator
+import json
+from collections.abc import Generator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from quantforge import __version__
 from quantforge.calibration import CalibrationSet, build_calibration
 from quantforge.errors import QuantforgeError
 from quantforge.model.memory import memory_bytes
 from quantforge.model.sampling import sample_sequences
+from quantforge.model.skeleton import transformers_version
 from quantforge.model.tokenizer import load_tokenizer
+from quantforge.pipeline.job import Job, needs_tokens
 from quantforge.pipeline.plan import Plan
+from quantforge.pipeline.workspace import sampled_tokens
 from quantforge.recipe import Recipe
 from quantforge.report import Event, Sampling
 
@@ -19,27 +27,30 @@ MEMORY_SHARE = 0.5
 """The model in float32 may take this share of the device's memory to be loaded whole for sampling by default."""
 
 
-def calibrate(recipe: Recipe, plan: Plan) -> Generator[Event, None, CalibrationSet | None]:
+def calibrate(recipe: Recipe, plan: Plan, works: Sequence[Path]) -> Generator[Event, None, CalibrationSet | None]:
     """The tokens, or None for a method that needs no statistics and no budget; an event announces what takes long.
+
+    Args:
+        works: work directories, there or not; tokens that an earlier run sampled and kept in one are used again.
 
     Raises CalibrationError when the text does not do, QuantforgeError when tokenizer and weights do not fit.
     """
-    if not plan.needs_gram and recipe.budget is None and not recipe.tune_epochs:
+    if not needs_tokens(recipe, plan):
         return None
-    asked = recipe.calibration
-    config: Any = plan.streamed.model.config
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-    dataset, notes = (asked.dataset, ()) if asked.dataset is not None else _default_source(plan)
+    asked, longest = recipe.calibration, _longest(plan)
+    dataset, notes = _source(recipe, plan)
     if dataset == FROM_MODEL:
-        seqlen = min(asked.seqlen, longest or asked.seqlen)
-        yield Sampling(asked.nsamples, seqlen)
-        tokens = sample_sequences(
-            plan.checkpoint.path,
-            asked.nsamples,
-            seqlen,
-            device=str(plan.streamed.device),
-            trust_remote_code=recipe.trust_remote_code,
-        )
+        request, seqlen = _sampling_request(recipe, plan), min(asked.seqlen, longest or asked.seqlen)
+        tokens = next((found for work in works if (found := sampled_tokens(work, request)) is not None), None)
+        if tokens is None:
+            yield Sampling(asked.nsamples, seqlen)
+            tokens = sample_sequences(
+                plan.checkpoint.path,
+                asked.nsamples,
+                seqlen,
+                device=str(plan.streamed.device),
+                trust_remote_code=recipe.trust_remote_code,
+            )
         return CalibrationSet(tokens, "sampled from the model itself, temperature 1, seed 0", asked.nsamples, bos=False)
     calibration = build_calibration(
         load_tokenizer(plan.checkpoint.path, trust_remote_code=recipe.trust_remote_code),
@@ -59,6 +70,41 @@ def calibrate(recipe: Recipe, plan: Plan) -> Generator[Event, None, CalibrationS
             "tokenizer and weights do not belong together"
         )
     return replace(calibration, notes=notes + calibration.notes)
+
+
+def keep_sampled(job: Job) -> None:
+    """Tokens that took long to sample go into the work directory, for `calibrate` to find."""
+    if job.calibration is not None and _source(job.recipe, job.plan)[0] == FROM_MODEL:
+        job.workspace.keep_sampled_tokens(job.calibration.tokens, _sampling_request(job.recipe, job.plan))
+
+
+def _sampling_request(recipe: Recipe, plan: Plan) -> str:
+    """Everything that sampled tokens depend on."""
+    return json.dumps(
+        {
+            "quantforge": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers_version(),
+            "threads": torch.get_num_threads(),
+            "device": str(plan.streamed.device),
+            "model": plan.checkpoint.fingerprint(),
+            "files": plan.checkpoint.file_times(),
+            "nsamples": recipe.calibration.nsamples,
+            "seqlen": recipe.calibration.seqlen,
+        },
+        sort_keys=True,
+    )
+
+
+def _longest(plan: Plan) -> int | None:
+    config: Any = plan.streamed.model.config
+    longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest
+
+
+def _source(recipe: Recipe, plan: Plan) -> tuple[str, tuple[str, ...]]:
+    """Where the tokens come from, and what to say about it."""
+    return (recipe.calibration.dataset, ()) if recipe.calibration.dataset is not None else _default_source(plan)
 
 
 def _default_source(plan: Plan) -> tuple[str, tuple[str, ...]]:

@@ -13,20 +13,20 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
+def disk_errors(*works: Path) -> Iterator[None]:
     """The one place where what the system refuses becomes a message: a full disk, missing rights, a name too long.
 
-    `path` is the work directory.
+    `works` are the work directories.
     """
     try:
         yield
     except OSError as error:
-        file = error.filename2 or error.filename or path
+        file = error.filename2 or error.filename or works[0]
         reason = "the disk is full" if error.errno in FULL else error.strerror or str(error)
         advice = "free some space" if error.errno in FULL else "remove the cause, or choose another --output,"
         raise WorkspaceError(
             f"{reason}: {file} could not be written or read. Nothing was published; finished layers are kept in "
-            f"{path}. To continue, {advice} and run the same command again."
+            f"{', '.join(map(str, works))}. To continue, {advice} and run the same command again."
         ) from error
 
 

@@ -9,7 +9,7 @@ problem by the gradient of the model's loss is the idea of SqueezeLLM (arXiv 230
 of GuidedQuant (arXiv 2505.07004).
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,8 +18,9 @@ from torch import nn
 from quantforge.model.backward import SiteGradient, backward
 from quantforge.model.observe import input_groups
 from quantforge.model.sites import LinearSite
-from quantforge.model.streamed import StreamedPass
-from quantforge.pipeline.plan import Plan
+from quantforge.model.streamed import StreamedModel, StreamedPass
+from quantforge.pipeline.job import Job
+from quantforge.report import Event, Weighing
 
 SEED = 0
 
@@ -27,10 +28,38 @@ TokenWeights = dict[str, torch.Tensor]
 """By module path, float32 [samples * length]: the mean square of each token's gradient, over output features."""
 
 
+def gather_weights(jobs: Sequence[Job]) -> Generator[Event, None, TokenWeights]:
+    """The weights that the unsolved layers of all jobs (of one model and the same tokens) need.
+
+    What no work directory holds yet comes from one new pass. Each job's own are kept in its work directory, so that it
+    can be carried on without the others.
+    """
+    asking = [job for job in jobs if job.observed and job.recipe.token_weights == "gradient" and job.unsolved]
+    modules = {job: {site.module for site in job.plan.sites} for job in asking}
+    weights: TokenWeights = {}
+    lacking: list[Job] = []
+    missing: set[str] = set().union(*modules.values())
+    for job in asking:
+        kept = job.workspace.token_weights()
+        if kept is None:
+            lacking.append(job)
+        else:
+            weights |= kept
+            missing -= modules[job]  # of these, those without weights are known to have none
+    if missing:
+        calibration, streamed = lacking[0].calibration, lacking[0].plan.streamed
+        assert calibration is not None
+        with lacking[0].workspace.scratch() as directory:
+            weights |= yield from token_weights(streamed, missing, calibration.tokens, directory)
+    for job in lacking:
+        job.workspace.keep_token_weights({name: own for name, own in weights.items() if name in modules[job]})
+    return weights
+
+
 def token_weights(
-    plan: Plan, tokens: torch.Tensor, directory: Path | None
-) -> Generator[tuple[int, int], None, TokenWeights]:
-    """One pass forward and one backward over int64 tokens [samples, length]; yields (steps done, steps in all).
+    model: StreamedModel, modules: Collection[str], tokens: torch.Tensor, directory: Path | None
+) -> Generator[Event, None, TokenWeights]:
+    """One pass forward and one backward over int64 tokens [samples, length], for the sites at these module paths.
 
     A site that not every token reaches (of a routed expert) has no weights: its tokens count alike.
 
@@ -49,14 +78,9 @@ def token_weights(
         own = weights.setdefault(seen.module, torch.zeros(tokens.numel()))
         own[start : start + rows] += seen.gradient.float().square().mean(dim=1).cpu()
 
-    yield from backward(
-        plan.streamed,
-        tokens,
-        on_site,
-        generator=torch.Generator().manual_seed(SEED),
-        modules=[site.module for site in plan.sites],
-        directory=directory,
-    )
+    generator = torch.Generator().manual_seed(SEED)
+    for done, steps in backward(model, tokens, on_site, generator=generator, modules=modules, directory=directory):
+        yield Weighing(done, steps)
     return {name: own for name, own in weights.items() if name not in partial}
 
 

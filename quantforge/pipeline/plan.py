@@ -164,8 +164,11 @@ class Plan:
         }
 
 
-def make_plan(recipe: Recipe) -> Plan:
-    """Decide everything that can be decided without weights; raises PlanError with every problem found."""
+def make_plan(recipe: Recipe, streamed: StreamedModel | None = None) -> Plan:
+    """Decide everything that can be decided without weights; raises PlanError with every problem found.
+
+    `streamed` is that of another plan for the same model, device and permissions, which saves building it again.
+    """
     chosen = choose_method(recipe)
     refuse_floating_inputs(chosen, recipe.activation_bits)
     formats = tuple(load_format(name) for name in recipe.formats)
@@ -176,7 +179,7 @@ def make_plan(recipe: Recipe) -> Plan:
         method = quantized.get("quant_method", "unknown")
         raise PlanError([f"{checkpoint.path} is already quantized ({method}); start from the original checkpoint"])
     device = choose_device(recipe.device)
-    streamed = StreamedModel(checkpoint, device, trust_remote_code=recipe.trust_remote_code)
+    streamed = streamed or StreamedModel(checkpoint, device, trust_remote_code=recipe.trust_remote_code)
     layout = streamed.layout
 
     problems = list(_misfits(streamed, checkpoint))

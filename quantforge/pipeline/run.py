@@ -1,8 +1,9 @@
-"""The run: observe, solve and commit one decoder layer after another, then write, verify and publish."""
+"""The run: calibrate, solve and commit one decoder layer after another, then write, verify and publish."""
 
 import json
 import os
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,11 @@ from quantforge.model.skeleton import transformers_version
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import TOKENS_PER_BATCH
 from quantforge.pipeline.allocate import allocate_plan, with_bits
-from quantforge.pipeline.calibrate import calibrate
+from quantforge.pipeline.calibrate import calibrate, keep_sampled
 from quantforge.pipeline.files import disk_errors, sync_directory
-from quantforge.pipeline.layers import quantize_layers
+from quantforge.pipeline.influence import gather_weights
+from quantforge.pipeline.job import Job, work_directory
+from quantforge.pipeline.layers import solve_layers
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.tune import tune_scales
 from quantforge.pipeline.verify import verify_checkpoint
@@ -50,58 +53,86 @@ def quantize(recipe: Recipe, plan: Plan) -> Iterator[Event]:
     Interrupted at any moment, the same call continues from the last committed layer and gives the same bytes. Raises
     QuantforgeError subclasses; nothing is published unless everything succeeded.
     """
-    work = plan.output.parent / f"{plan.output.name}.partial"
+    work = work_directory(plan)
     with disk_errors(work):
-        yield from _quantize(recipe, plan, work)
+        refuse_foreign_output(plan)
+        calibration = yield from calibrate(recipe, plan, [work])
+        fingerprint = fingerprint_of(recipe, plan, calibration)
+        if os.path.lexists(plan.output):
+            yield from already_published(recipe, plan, fingerprint)
+            return
+        with open_job(recipe, plan, calibration, fingerprint) as opened:
+            job = yield from begin(opened)
+            of_tokens = yield from gather_weights([job])
+            yield from solve_layers(job, of_tokens)
+            yield from finish(job)
 
 
-def _quantize(recipe: Recipe, plan: Plan, work: Path) -> Iterator[Event]:
+# ------------------------------------------------------------------------------------------------ stages of one output
+
+
+def refuse_foreign_output(plan: Plan) -> None:
+    """Raises WorkspaceError when something that no run has made is in the output's place."""
     if os.path.lexists(plan.output) and not (plan.output / REPORT_FILE).is_file():
         raise _exists(plan)
-    calibration = yield from calibrate(recipe, plan)
-    fingerprint = _fingerprint(recipe, plan, calibration)
-    if os.path.lexists(plan.output):
-        yield from _already_published(recipe, plan, fingerprint, work)
-        return
+
+
+@contextmanager
+def open_job(
+    recipe: Recipe, plan: Plan, calibration: CalibrationSet | None, fingerprint: Mapping[str, Any]
+) -> Iterator[Job]:
+    """The job, its work directory open and locked, the tokens of the model's own in it."""
     _refuse_if_strict(recipe, plan.warnings + (calibration.warnings if calibration is not None else ()))
-    with Workspace.open(work, fingerprint | {"files": plan.checkpoint.file_times()}) as workspace:
-        allocation: Allocation | None = None
-        if recipe.budget is not None:
-            assert calibration is not None
-            allocation = yield from _allocate(recipe, plan, workspace, calibration)
-            plan = with_bits(plan, allocation)
-        done = workspace.done()
-        workspace.reports()  # a damaged one is found before more work is done, not after
-        notes = calibration.notes if calibration is not None else ()
-        yield RunStarted(plan.layers, done, notes)
-        yield from quantize_layers(recipe, plan, workspace, calibration)
-        tuning: TuneReport | None = None
-        if recipe.tune_epochs:
-            assert calibration is not None
-            trusted = recipe.trust_remote_code
-            tuning = yield from tune_scales(plan, workspace, calibration, recipe.tune_epochs, trust_remote_code=trusted)
-        report = replace(_report(plan, workspace, calibration), tuning=tuning)
-        if allocation is not None:
-            report = replace(report, allocation=allocation, warnings=allocation.warnings + report.warnings)
-        _refuse_if_strict(recipe, report.warnings)
-        staged = workspace.fresh_output()
-        outputs: list[OutputReport] = []
-        for name in plan.formats:
-            directory = staged if len(plan.formats) == 1 else staged / name
-            directory.mkdir(exist_ok=True)
-            yield Assembling(name)
-            report = _write(directory, name, recipe, plan, workspace, report, fingerprint)
-            yield Verifying(name)
-            verify_checkpoint(directory, plan, workspace)
-            outputs.append(_output_report(plan, name, directory))
-        if len(plan.formats) > 1:
-            write_json(staged / REPORT_FILE, {"fingerprint": fingerprint})
-        if os.path.lexists(plan.output):
-            raise WorkspaceError(f"{plan.output} appeared during the run; the finished output is in {staged}")
-        sync_tree(staged)
-        os.rename(staged, plan.output)
-        sync_directory(plan.output.resolve().parent)
-        workspace.discard()
+    files = {"files": plan.checkpoint.file_times()}
+    with Workspace.open(work_directory(plan), {**fingerprint, **files}) as workspace:
+        job = Job(recipe, plan, workspace, calibration, fingerprint)
+        keep_sampled(job)
+        yield job
+
+
+def begin(job: Job) -> Generator[Event, None, Job]:
+    """The job with its bits settled. Damaged remains of an earlier run are found here. Ends in RunStarted."""
+    recipe, plan, workspace = job.recipe, job.plan, job.workspace
+    if recipe.budget is not None:
+        assert job.calibration is not None
+        allocation = yield from _allocate(recipe, plan, workspace, job.calibration)
+        job = replace(job, plan=with_bits(plan, allocation), allocation=allocation)
+    done = workspace.done()
+    workspace.reports()  # a damaged one is found before more work is done, not after
+    yield RunStarted(plan.layers, done, job.calibration.notes if job.calibration is not None else ())
+    return job
+
+
+def finish(job: Job) -> Iterator[Event]:
+    """Tune, write, verify and publish an output whose layers are all committed. Ends in RunFinished."""
+    recipe, plan, workspace = job.recipe, job.plan, job.workspace
+    tuning: TuneReport | None = None
+    if recipe.tune_epochs:
+        assert job.calibration is not None
+        trusted = recipe.trust_remote_code
+        tuning = yield from tune_scales(plan, workspace, job.calibration, recipe.tune_epochs, trust_remote_code=trusted)
+    report = replace(_report(plan, workspace, job.calibration), tuning=tuning)
+    if job.allocation is not None:
+        report = replace(report, allocation=job.allocation, warnings=job.allocation.warnings + report.warnings)
+    _refuse_if_strict(recipe, report.warnings)
+    staged = workspace.fresh_output()
+    outputs: list[OutputReport] = []
+    for name in plan.formats:
+        directory = staged if len(plan.formats) == 1 else staged / name
+        directory.mkdir(exist_ok=True)
+        yield Assembling(name)
+        report = _write(directory, name, job, report)
+        yield Verifying(name)
+        verify_checkpoint(directory, plan, workspace)
+        outputs.append(_output_report(plan, name, directory))
+    if len(plan.formats) > 1:
+        write_json(staged / REPORT_FILE, {"fingerprint": job.fingerprint})
+    if os.path.lexists(plan.output):
+        raise WorkspaceError(f"{plan.output} appeared during the run; the finished output is in {staged}")
+    sync_tree(staged)
+    os.rename(staged, plan.output)
+    sync_directory(plan.output.resolve().parent)
+    workspace.discard()
     yield RunFinished(replace(report, outputs=tuple(outputs)))
 
 
@@ -121,7 +152,7 @@ def _allocate(
 # ------------------------------------------------------------------------------------------------ before and after
 
 
-def _fingerprint(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None) -> dict[str, Any]:
+def fingerprint_of(recipe: Recipe, plan: Plan, calibration: CalibrationSet | None) -> dict[str, Any]:
     """Everything the output's bytes depend on."""
     return {
         "quantforge": __version__,
@@ -156,8 +187,9 @@ def _exists(plan: Plan) -> WorkspaceError:
     return WorkspaceError(f"{plan.output} already exists; choose another --output or remove it")
 
 
-def _already_published(recipe: Recipe, plan: Plan, fingerprint: dict[str, Any], work: Path) -> Iterator[Event]:
+def already_published(recipe: Recipe, plan: Plan, fingerprint: Mapping[str, Any]) -> Iterator[Event]:
     """The output exists: finished by this very job (then there is nothing to do), or an error."""
+    work = work_directory(plan)
     file = plan.output / REPORT_FILE
     try:
         known = json.loads(file.read_text(encoding="utf-8"))
@@ -229,16 +261,9 @@ def _refuse_if_strict(recipe: Recipe, warnings: Sequence[str]) -> None:
         raise QuantforgeError(f"--strict: {len(warnings)} warnings, nothing was published\n{lines}")
 
 
-def _write(
-    directory: Path,
-    name: str,
-    recipe: Recipe,
-    plan: Plan,
-    workspace: Workspace,
-    report: RunReport,
-    fingerprint: dict[str, Any],
-) -> RunReport:
+def _write(directory: Path, name: str, job: Job, report: RunReport) -> RunReport:
     """Write one export with its report; returns the report, with what was left behind in its notes."""
+    recipe, plan, workspace = job.recipe, job.plan, job.workspace
     facts = CheckpointFacts(
         specs=plan.specs,
         kept=plan.kept_linears,
@@ -250,7 +275,7 @@ def _write(
     if skipped:
         report = replace(report, notes=(f"not copied from the source: {', '.join(skipped)}",))
     settings = recipe.model_dump(mode="json", exclude={"model", "output"} | ({"bits"} if recipe.budget else set()))
-    content = {"quantforge": __version__, "fingerprint": fingerprint, "recipe": settings} | report.to_json()
+    content = {"quantforge": __version__, "fingerprint": job.fingerprint, "recipe": settings} | report.to_json()
     content.pop("outputs")
     write_json(directory / REPORT_FILE, content)
     return report

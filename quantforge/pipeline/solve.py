@@ -1,11 +1,12 @@
 """From observed input groups to quantized sites and their reports."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from quantforge.errors import NumericsError
 from quantforge.methods import Solution, WeightProblem, load_method
 from quantforge.model.observe import InputGroup
 from quantforge.model.sites import LinearSite
@@ -13,7 +14,7 @@ from quantforge.model.skeleton import is_conv1d
 from quantforge.numerics.metrics import relative_proxy_loss
 from quantforge.pipeline.plan import Plan
 from quantforge.quantized import QuantizedWeight
-from quantforge.report import SiteReport
+from quantforge.report import LayerReport, SiteReport, TransformReport
 
 STACK_LIMIT_ELEMENTS = 64 << 20
 """Sites of one input group are solved as one stacked matrix up to this size: rows are independent, it saves time."""
@@ -94,3 +95,31 @@ def _site_report(
         has_zero_zero=not spec.symmetric and bool((solved.zero == 0).any()),
         fallback=solution.fallback,
     )
+
+
+def layer_report(
+    layer: int, reports: Sequence[SiteReport], folds: Sequence[TransformReport], remarks: Sequence[str]
+) -> LayerReport:
+    """The report of a solved layer; `remarks` are warnings beside those that the sites' reports call for."""
+    return LayerReport(layer, tuple(reports), (*remarks, *_warnings(reports)), tuple(folds))
+
+
+def _warnings(reports: Sequence[SiteReport]) -> Iterator[str]:
+    for report in reports:
+        if report.fallback is not None:
+            yield f"{report.name}: {report.fallback}"
+        elif report.damping_steps:
+            yield f"{report.name}: damping raised {report.damping_steps} times, to {report.damping}"
+        if 0 < report.tokens < report.in_features:
+            yield (
+                f"{report.name}: {report.tokens} calibration tokens for {report.in_features} inputs; raise --nsamples"
+            )
+        if report.dead_inputs:
+            yield f"{report.name}: {report.dead_inputs} of {report.in_features} inputs were never active"
+
+
+def require_finite(hidden: torch.Tensor, layer: int) -> None:
+    """Raises NumericsError when the output [samples, length, hidden] of a layer is not finite."""
+    if not bool(torch.isfinite(hidden).all()):
+        bad = int((~torch.isfinite(hidden)).any(-1).sum())
+        raise NumericsError(f"layer {layer}: the output is not finite for {bad} of {hidden[..., 0].numel()} tokens")

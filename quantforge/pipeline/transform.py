@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from quantforge.errors import NumericsError
 from quantforge.model.activations import quantized_inputs
 from quantforge.model.folds import Fold, Pair, fold, prove, replaced
-from quantforge.model.observe import InputGroup, observe
+from quantforge.model.observe import InputGroup
 from quantforge.model.pairs import find_pairs
 from quantforge.model.shards import DTYPES
 from quantforge.model.skeleton import is_conv1d
@@ -43,27 +43,35 @@ class Transformed:
     warnings: tuple[str, ...]
 
 
+def rows_per_batch(plan: Plan, run: StreamedPass, index: int) -> int | None:
+    """What `observe` is to be asked for at layer `index`: None without transforms, 0 when none of them needs rows."""
+    if not plan.transforms:
+        return None
+    samples = any(transform.needs_rows for transform in plan.transforms)
+    return math.ceil(SAMPLED_ROWS / len(run.calls[index])) if samples else 0
+
+
 class LayerTransforms:
     """Applies a plan's transforms to one layer after another, and remembers which pairs each kind of layer has."""
 
     def __init__(self, plan: Plan, run: StreamedPass) -> None:
-        """The outer weights must be loaded: the probe's tokens go through them."""
+        """The outer weights must be loaded: the probe's tokens go through them.
+
+        Of `run`, only the first batch of each layer is used.
+        """
         self.plan = plan
         self.run = run
         self._probe = plan.streamed.begin(run.tokens[:PROBE_SEQUENCES, :PROBE_TOKENS])
         self._known: dict[object, list[Pair]] = {}
 
     @torch.no_grad()
-    def apply(self, index: int, modules: Mapping[str, nn.Module], weights: Mapping[str, Tensor]) -> Transformed:
-        """Change the loaded layer `index`; `modules` are its sites by module path, `weights` those of `observe`.
+    def apply(self, index: int, modules: Mapping[str, nn.Module], groups: list[InputGroup]) -> Transformed:
+        """Change the loaded layer `index`; `modules` are its sites by module path, `groups` were observed on it.
 
         A fold is kept when the layer's output, the sites involved rounded to nearest, comes closer to what the layer
         gave before; measured on the first batch of calibration tokens.
         """
         layer = self.run.owner.layers[index]
-        samples = any(transform.needs_rows for transform in self.plan.transforms)
-        rows_per_batch = math.ceil(SAMPLED_ROWS / len(self.run.calls[index])) if samples else 0
-        groups = observe(self.run, index, modules, rows_per_batch, weights)
         work = _Layer(self.plan, self.run, index, modules, groups)
         pairs = self._pairs(index, layer)
         for transform in self.plan.transforms:

@@ -3,9 +3,9 @@
 Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros, and under
 ``float:<key>`` tensors that a transform changed; the grid of each site is in the metadata), ``layer-00012.json`` (its
 report; its presence means that the layer is done), ``hidden-00013.safetensors`` (the input of the next layer),
-``allocation.json`` (the bits chosen for a budget), ``token-weights.safetensors``, ``tuning.safetensors`` (unfinished)
-and ``tuned.safetensors``. Each file is written under a temporary name, flushed to the disk and renamed; the report
-comes last.
+``allocation.json`` (the bits chosen for a budget), ``token-weights.safetensors``, ``sampled-tokens.safetensors`` (and
+in its metadata what they were sampled for), ``tuning.safetensors`` (unfinished) and ``tuned.safetensors``. Each file is
+written under a temporary name, flushed to the disk and renamed; the report comes last.
 """
 
 import fcntl
@@ -34,6 +34,7 @@ ALLOCATION_FILE = "allocation.json"
 WEIGHTS_FILE = "token-weights.safetensors"
 TUNING_FILE = "tuning.safetensors"
 TUNED_FILE = "tuned.safetensors"
+TOKENS_FILE = "sampled-tokens.safetensors"
 FIRST_FILES = {"lock", FINGERPRINT_FILE, f"{FINGERPRINT_FILE}.tmp"}
 """All that a run has written when it is killed before its first layer."""
 
@@ -131,7 +132,7 @@ class Workspace:
             if not weight.spec.symmetric:
                 tensors[f"{name}.zero"] = weight.zero.cpu().contiguous()
         specs = {name: json.dumps(asdict(weight.spec), sort_keys=True) for name, weight in weights.items()}
-        write_atomically(self._layer_file(layer), save(tensors, specs))
+        write_atomically(self._layer_file(layer), save(tensors, specs or None))  # {} gives a broken header
         if hidden is not None:
             write_atomically(self._hidden_file(layer + 1), *_as_file(hidden))
         write_atomically(self.path / f"layer-{layer:05d}.json", json.dumps(report.to_json()).encode())
@@ -205,6 +206,11 @@ class Workspace:
             return None
         with safe_open(file, "pt") as tensors:
             return tensors.get_tensor(name).clone() if name in tensors.keys() else None  # noqa: SIM118
+
+    def keep_sampled_tokens(self, tokens: torch.Tensor, request: str) -> None:
+        """Make sampled calibration tokens durable; `sampled_tokens` finds them for the same request."""
+        if sampled_tokens(self.path, request) is None:
+            write_atomically(self.path / TOKENS_FILE, save({"tokens": tokens.contiguous()}, {"request": request}))
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
@@ -310,6 +316,21 @@ class Workspace:
     def discard(self) -> None:
         """Remove the directory; the output has been published."""
         discard(self.path)
+
+
+def sampled_tokens(path: Path, request: str) -> torch.Tensor | None:
+    """The tokens [samples, length] that a run kept in its work directory for this request, if there are any.
+
+    A damaged file is as good as none: what it held can be sampled again.
+    """
+    try:
+        with safe_open(path / TOKENS_FILE, "pt") as tensors:
+            if (tensors.metadata() or {}).get("request") != request:
+                return None
+            tokens: torch.Tensor = tensors.get_tensor("tokens").clone()
+            return tokens
+    except (SafetensorError, OSError):
+        return None
 
 
 def discard(path: Path) -> None:
