@@ -32,6 +32,7 @@ from quantforge.spec import QuantSpec
 FINGERPRINT_FILE = "fingerprint.json"
 ALLOCATION_FILE = "allocation.json"
 WEIGHTS_FILE = "token-weights.safetensors"
+SCRATCH = "scratch"
 FIRST_FILES = {"lock", FINGERPRINT_FILE, f"{FINGERPRINT_FILE}.tmp"}
 """All that a run has written when it is killed before its first layer."""
 
@@ -153,7 +154,7 @@ class Workspace:
     @contextmanager
     def scratch(self) -> Iterator[Path]:
         """An empty directory for files of no lasting use, removed afterwards."""
-        path = self.path / "scratch"
+        path = self.path / SCRATCH
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         try:
