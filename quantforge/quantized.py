@@ -16,7 +16,8 @@ class QuantizedWeight:
     Attributes:
         spec: the grid.
         codes: uint8 [out, in], one code per weight, 0 .. spec.code_max, unpacked.
-        scale: [out, groups] in the stored dtype of `spec`.
+        scale: [out, groups] in the stored dtype of `spec`, finite. It may be negative, which turns a grid round: a
+            symmetric one then reaches one step further up than down (`numerics.grid.searched_grid`).
         zero: uint8 [out, groups], 0 .. spec.code_max; all equal to spec.symmetric_zero when symmetric.
     """
 

@@ -12,7 +12,7 @@ class SiteReport:
     """One quantized matrix.
 
     Attributes:
-        loss: proxy loss tr((W-Q) H (W-Q)^T) / tr(W H W^T), H the mean input outer product; None without statistics.
+        loss: proxy loss tr((W-Q) H (W-Q)^T) / tr(W H W^T), H the gram; None without statistics.
         rtn_loss: the same for round-to-nearest on the same grid rule.
         damping: relative damping finally used by a solver that inverts H; None when it does not.
         damping_steps: times the damping had to be raised before the factorization succeeded.

@@ -17,3 +17,9 @@ def parse_size(size: str | int) -> int:
     if size_bytes < 1:
         raise UsageError(f"a size is a positive number with a unit, such as 5GB or 500MiB; got {size!r}")
     return size_bytes
+
+
+def size_label(size_bytes: int) -> str:
+    """``33.6 MB``, ``171.8 GB``: powers of ten, in the largest unit of which there is one, MB at least."""
+    power = next((power for power in (4, 3) if size_bytes >= 1000**power), 2)
+    return f"{size_bytes / 1000**power:,.1f} {'KMGT'[power - 1]}B"

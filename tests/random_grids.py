@@ -13,7 +13,10 @@ SITE = "model.layers.0.mlp.up_proj"
 
 
 def random_weight(spec: QuantSpec, out_features: int, in_features: int, lowest_zero: int = 0) -> QuantizedWeight:
-    """Random codes, scales of many magnitudes, and zeros from `lowest_zero` up; both ends occur when asymmetric."""
+    """Random codes, scales of many magnitudes, and zeros from `lowest_zero` up; both ends occur when asymmetric.
+
+    Symmetric grids have scales of both signs.
+    """
     generator = torch.Generator().manual_seed(out_features * 1009 + in_features * 31 + spec.bits)
     groups = spec.groups(in_features)
 
@@ -27,7 +30,12 @@ def random_weight(spec: QuantSpec, out_features: int, in_features: int, lowest_z
     exponent = torch.randint(-9, 0, (out_features, groups), generator=generator)
     mantissa = torch.randint(0, 128, (out_features, groups), generator=generator) / 128  # exact in bfloat16 and float16
     scale = ((1 + mantissa) * 2.0**exponent).to(SCALE_DTYPES[spec.scale_dtype])
-    return QuantizedWeight(spec, draw(0, (out_features, in_features)), scale, zero)
+    codes = draw(0, (out_features, in_features))
+    if spec.symmetric:
+        turned = torch.rand((out_features, groups), generator=generator) < 0.5
+        turned[0, 0] = True
+        scale = torch.where(turned, -scale, scale)
+    return QuantizedWeight(spec, codes, scale, zero)
 
 
 def facts_for(weight: QuantizedWeight, kept: tuple[str, ...] = ("lm_head",)) -> CheckpointFacts:

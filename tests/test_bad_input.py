@@ -25,6 +25,7 @@ from quantforge.errors import (
     UsageError,
     WorkspaceError,
 )
+from quantforge.model import backward as backward_module
 from quantforge.model.packed import PackedCheckpoint, open_any
 from quantforge.pipeline import workspace as workspace_module
 from quantforge.pipeline.plan import Plan, make_plan
@@ -699,7 +700,8 @@ class FullDisk:
         self.refused = 0
         self._watched: set[int] = set()
         self._open, self._fsync = open, os.fsync
-        monkeypatch.setattr(workspace_module, "open", self.open, raising=False)
+        for module in (workspace_module, backward_module):
+            monkeypatch.setattr(module, "open", self.open, raising=False)
         monkeypatch.setattr(os, "fsync", self.fsync)
 
     def open(self, file: Path, mode: str, **more: Any) -> Any:
@@ -741,12 +743,20 @@ class Full:
         self.disk.refuse()
 
 
-@pytest.mark.parametrize("moment", ["write", "flush"])
+KEPT = {
+    "fingerprint.json": 0, "token-weights.safetensors": 0, "layer-00000.safetensors": 0, "hidden-00001": 0,
+    "layer-00000.json": 0, "layer-00001.safetensors": 1, "model.safetensors": 2, "tokenizer.json": 2, "config.json": 2,
+    "quantforge.json": 2, "input-00001.bin": 0,
+}  # fmt: skip
+"""Layers that are kept when there is no room for a file."""
+
+NOT_FLUSHED = "input-00001.bin"
+
+
 @pytest.mark.parametrize(
-    "name",
-    ["fingerprint.json", "layer-00000.safetensors", "hidden-00001", "layer-00000.json", "layer-00001.safetensors",
-     "model.safetensors", "tokenizer.json", "config.json", "quantforge.json"],
-)  # fmt: skip
+    ("name", "moment"),
+    [(name, moment) for name in KEPT for moment in ("write", "flush") if (name, moment) != (NOT_FLUSHED, "flush")],
+)
 def test_a_full_disk_is_told_and_the_rerun_gives_the_undisturbed_bytes(
     recipe: Recipe, undisturbed: dict[str, bytes], monkeypatch: pytest.MonkeyPatch, name: str, moment: str
 ) -> None:
@@ -756,15 +766,15 @@ def test_a_full_disk_is_told_and_the_rerun_gives_the_undisturbed_bytes(
             finish(recipe)
         assert disk.refused == 1
     message = str(caught.value)
-    assert message.startswith("the disk is full: ") and f"/{name}" in message
+    refused = f"/{name}" if name != NOT_FLUSHED else f"{work_of(recipe)} could not be written"
+    assert message.startswith("the disk is full: ") and refused in message
     assert f"finished layers are kept in {work_of(recipe)}" in message and "free some space" in message
     assert caught.value.exit_code == 1
     assert not list(work_of(recipe).rglob("*.tmp"))
     assert not (work_of(recipe) / "output").exists() and not Path(str(recipe.output)).exists()
+    assert not (work_of(recipe) / "scratch").exists()
     kept = len(list(work_of(recipe).glob("layer-*.json")))
-    assert kept == {"fing": 0, "hidd": 0}.get(
-        name[:4], 1 if name == "layer-00001.safetensors" else 0 if "layer" in name else 2
-    )
+    assert kept == KEPT[name]
     started = next(event for event in start(recipe) if isinstance(event, RunStarted))
     assert started.done == kept
     finish(recipe)

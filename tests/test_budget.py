@@ -306,8 +306,8 @@ def test_flags_of_a_budget_reach_the_plan_and_a_dry_run_says_what_is_open(
 def test_progress_and_the_table_of_bits_are_shown(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seconds = itertools.count(0, 2)  # a step takes two
-    monkeypatch.setattr(runview, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    clock = itertools.count(0, 2)  # a step takes two seconds
+    monkeypatch.setattr(runview, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     units = tuple(
         UnitBits(f"model.layers.{layer}.mlp.{leaf}", (f"model.layers.{layer}.mlp.{leaf}",), 100, bits, {})
         for leaf, widths in (("down_proj", (4, 4, 8)), ("gate_proj+up_proj", (3, 4, 3)))
@@ -328,13 +328,8 @@ def test_progress_and_the_table_of_bits_are_shown(
     shown = capsys.readouterr().err.splitlines()
     assert [line for line in shown if line.startswith("choosing bits: ")] == [
         f"choosing bits: {percent}% of a pass forward and backward{left}"
-        for percent, left in (
-            (10, ""),
-            (20, ", ETA 0:16"),
-            (40, ", ETA 0:12"),
-            (60, ", ETA 0:08"),
-            (80, ", ETA 0:04"),
-            (100, ", ETA 0:00"),
+        for percent, left in zip(
+            (10, 20, 40, 60, 80, 100), ("", *(f", ETA 0:{seconds:02}" for seconds in (16, 12, 8, 4, 0))), strict=True
         )
     ]
     summary = "4.333 bits a weight without scales, 1.5 MB, predicted KL 0.01234 nats a token"

@@ -70,6 +70,18 @@ def test_packed_weight_and_zeros_equal_words_written_out_by_hand(bits: int) -> N
     assert torch.equal(parts["weight_scale"], torch.full((len(row), 1), 0.5, dtype=torch.bfloat16))
 
 
+def test_a_negative_scale_is_stored_as_it_is_and_reaches_one_step_further_up() -> None:
+    codes = torch.tensor([list(range(16))], dtype=torch.uint8)
+    zero = torch.full((1, 2), 8, dtype=torch.uint8)
+    weight = QuantizedWeight(QuantSpec(4, 8), codes, torch.tensor([[-0.5, 0.25]], dtype=torch.bfloat16), zero)
+    parts, _ = export(weight)
+    assert sorted(parts) == ["weight_packed", "weight_scale", "weight_shape"]
+    assert torch.equal(parts["weight_packed"], words(0x76543210, 0xFEDCBA98).reshape(1, 2))
+    assert parts["weight_scale"].view(torch.int16).tolist() == [[0xBF00 - 0x10000, 0x3E80]]
+    values = [4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
+    assert read_back(weight).dequantize().tolist() == weight.dequantize().tolist() == [values]
+
+
 # --------------------------------------------------------------------------------------------------- round trips
 
 

@@ -93,6 +93,19 @@ def test_symmetric_zeros_are_the_word_every_loader_knows(bits: int, word: int) -
     assert torch.equal(parts["qzeros"], words(word).expand(2, bits))
 
 
+def test_a_negative_scale_is_stored_as_it_is_and_reaches_one_step_further_up() -> None:
+    codes = torch.arange(16, dtype=torch.uint8).repeat(8, 1)
+    scale = torch.tensor([[-0.5, 0.25]], dtype=torch.bfloat16).repeat(8, 1)
+    weight = QuantizedWeight(QuantSpec(4, 8), codes, scale, torch.full((8, 2), 8, dtype=torch.uint8))
+    parts, config = export(weight)
+    assert torch.equal(parts["qweight"], words(0x76543210, 0xFEDCBA98).reshape(2, 1).repeat(1, 8))
+    assert torch.equal(parts["qzeros"], words(0x77777777).expand(2, 1)) and config["checkpoint_format"] == "gptq"
+    assert parts["scales"].view(torch.int16).tolist() == [[0xB800 - 0x10000] * 8, [0x3400] * 8]
+    values = [4.0, 3.5, 3.0, 2.5, 2.0, 1.5, 1.0, 0.5, 0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75]
+    for found in (weight.dequantize(), read_back(weight).dequantize(), naive_dequantize(parts, 4, "gptq")):
+        assert found.tolist() == [values] * 8
+
+
 # --------------------------------------------------------------------------------------------------- round trips
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quantforge.errors import CalibrationError, NumericsError
 from quantforge.methods import OptionValue, Solution, WeightProblem, gptq, rtn
+from quantforge.numerics.gram import GramAccumulator
 from quantforge.numerics.grid import choose_codes, minmax_grid
 from quantforge.numerics.metrics import proxy_loss
 from quantforge.quantized import QuantizedWeight
@@ -192,6 +193,69 @@ def test_a_row_on_which_correcting_lost_keeps_round_to_nearest() -> None:
     assert bool((from_rtn | from_gptq).all())
     assert int((from_rtn & ~from_gptq).sum()) > 0
     assert int((from_gptq & ~from_rtn).sum()) > 100
+
+
+# ------------------------------------------------------------------------------------------------ weighted tokens
+
+
+def weighted_gram(x: Tensor, weights: Tensor) -> Tensor:
+    accumulator = GramAccumulator(x.shape[1], "site")
+    accumulator.add(x, weights)
+    return accumulator.mean()
+
+
+def tokens_and_weights(tokens: int = 256, in_features: int = IN) -> tuple[Tensor, Tensor]:
+    """Correlated inputs, and weights over many orders of magnitude, some of them zero, as gradients are."""
+    x = torch.randn(tokens, in_features, dtype=torch.float64)
+    x = x @ torch.randn(in_features, in_features, dtype=torch.float64)
+    weights = (3 * torch.randn(tokens, dtype=torch.float64)).exp() * 1e-9
+    weights[::5] = 0
+    return x, weights
+
+
+@each_spec
+def test_with_weighted_tokens_no_row_loses_more_than_round_to_nearest(spec: QuantSpec) -> None:
+    for tokens in (256, 30):
+        weight = random_weight()
+        gram = weighted_gram(*tokens_and_weights(tokens))
+        solution = solve(weight, gram, spec)
+        baseline = loss_of(rtn.solve(WeightProblem("site", weight, spec, None, 0, {"grid": "minmax"})), weight, gram)
+        losses = loss_of(solution, weight, gram)
+        assert solution.fallback is None
+        assert bool((losses <= baseline * (1 + 1e-12)).all()) and float(losses.sum()) < float(baseline.sum())
+
+
+@each_spec
+def test_weights_in_another_unit_change_nothing_even_in_float32(spec: QuantSpec) -> None:
+    x, weights = (tensor.float() for tensor in tokens_and_weights())
+    weight = random_weight().float()
+    expected = solve(weight, weighted_gram(x, weights), spec).quantized
+    for factor in (2.0**-40, 2.0**40):  # powers of two, so that even roundings stay the same
+        found = solve(weight, weighted_gram(x, factor * weights), spec).quantized
+        assert torch.equal(found.codes, expected.codes) and torch.equal(found.scale, expected.scale)
+        assert torch.equal(found.zero, expected.zero)
+
+
+@each_spec
+def test_weighted_tokens_of_one_active_input_each_give_round_to_nearest(spec: QuantSpec) -> None:
+    weight = random_weight()
+    x = torch.eye(IN, dtype=torch.float64).repeat(3, 1)
+    gram = weighted_gram(x, torch.rand(3 * IN, dtype=torch.float64) + 0.01)
+    assert torch.equal(solve(weight, gram, spec, grid="minmax").quantized.codes, nearest(weight, spec))
+
+
+@pytest.mark.parametrize("grid", ["minmax", "search"])
+def test_what_is_solved_for_weighted_tokens_is_better_on_them_than_what_is_solved_for_plain_ones(grid: str) -> None:
+    spec, weight = QuantSpec(3, 16), random_weight(64)
+    x, weights = tokens_and_weights(1024)
+    plain, weighted = weighted_gram(x, torch.ones(1024)), weighted_gram(x, weights)
+    losses = {
+        (name, judged): float(loss_of(solve(weight, gram, spec, grid=grid), weight, judge).sum())
+        for name, gram in (("plain", plain), ("weighted", weighted))
+        for judged, judge in (("plain", plain), ("weighted", weighted))
+    }
+    assert losses["weighted", "weighted"] < 0.9 * losses["plain", "weighted"]
+    assert losses["plain", "plain"] < 0.9 * losses["weighted", "plain"]
 
 
 # ------------------------------------------------------------------------------------------------ bad grams

@@ -52,6 +52,39 @@ def test_half_precision_inputs_are_summed_in_float32_and_doubles_in_float64(
     assert torch.allclose(gram.double(), x.double().t() @ x.double() / 64, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("in_features", [7, 128, 300])
+def test_weighted_gram_equals_the_explicit_weighted_sum(in_features: int) -> None:
+    x = torch.randn(3, 50, in_features, dtype=torch.float64)
+    weights = torch.rand(150, dtype=torch.float64).pow(4)
+    weights[::7] = 0
+    accumulator = GramAccumulator(in_features, "site")
+    accumulator.add(x[:2], weights[:100])
+    accumulator.add(x[2:], weights[100:])
+    rows = x.reshape(-1, in_features)
+    expected = sum(weight * row.outer(row) for weight, row in zip(weights, rows, strict=True)) / 150
+    gram = accumulator.mean()
+    assert accumulator.tokens == 150, "a mean over tokens, not over their weights"
+    assert torch.allclose(gram, expected, rtol=1e-12, atol=1e-13) and torch.equal(gram, gram.t())
+
+
+def test_weights_of_one_change_no_bit_and_a_weight_of_four_is_a_token_seen_four_times() -> None:
+    x = torch.randint(-8, 9, (24, 256)).float()
+    plain, ones, fours, repeated = (GramAccumulator(256, "site") for _ in range(4))
+    plain.add(x)
+    ones.add(x, torch.ones(24))
+    assert torch.equal(ones.mean(), plain.mean())
+    fours.add(x, torch.tensor([4.0, 1.0]).repeat(12))
+    repeated.add(torch.cat([x, *[x[::2]] * 3]))
+    assert torch.equal((fours.mean() * 24).round(), (repeated.mean() * 60).round())  # whole numbers
+
+
+def test_weighting_changes_no_input() -> None:
+    x, weights = torch.randn(8, 16), torch.rand(8)
+    before = x.clone(), weights.clone()
+    GramAccumulator(16, "site").add(x, weights)
+    assert torch.equal(x, before[0]) and torch.equal(weights, before[1])
+
+
 def test_mean_is_made_in_the_memory_of_the_sums_and_hands_it_over() -> None:
     accumulator = GramAccumulator(300, "layers.3.mlp.down_proj")
     accumulator.add(torch.ones(2, 300))

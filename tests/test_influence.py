@@ -1,8 +1,10 @@
-"""Weights of calibration tokens: what they are, what they do to grams, and that runs with them resume."""
+"""Weights of calibration tokens: what they are, what they do to grams, and runs with them, stopped and carried on."""
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,18 +14,21 @@ from test_architectures import CONFIGS, build
 from test_pipeline import contents, finish, recipe_for, text
 from torch import Tensor, nn
 
-from quantforge.errors import NumericsError, WorkspaceError
+from quantforge.cli import main
+from quantforge.errors import NumericsError, PlanError, WorkspaceError
 from quantforge.model import backward as backward_module
 from quantforge.model import streamed as streamed_module
 from quantforge.model.observe import observe
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import StreamedModel
+from quantforge.pipeline import disk as disk_module
 from quantforge.pipeline import layers as layers_module
 from quantforge.pipeline.influence import SEED, TokenWeights, shared_weights, token_weights
 from quantforge.pipeline.plan import Plan, make_plan
 from quantforge.pipeline.run import quantize
 from quantforge.recipe import CalibrationRecipe, Recipe
 from quantforge.report import Event, LayerDone, LayerStarted, RunFinished, RunReport, RunStarted, Weighing
+from quantforge.sizes import size_label
 
 __all__ = ["text"]  # a fixture
 
@@ -250,6 +255,7 @@ def test_every_architecture_is_quantized_with_weighted_tokens_and_never_worse_th
     )  # fmt: skip
     assert recipe.token_weights == "gradient"
     plan = make_plan(recipe)
+    assert plan.scratch_bytes == plan.streamed.begin(TOKENS).hidden.nbytes * plan.layers
     events = list(quantize(recipe, plan))
     last = events[-1]
     assert isinstance(last, RunFinished) and last.report.fallbacks == []
@@ -398,3 +404,92 @@ def test_the_inputs_of_all_layers_can_be_kept_on_disk_where_nothing_can_be_reser
         kept = {entry.name: entry.stat().st_size for entry in tmp_path.iterdir()}
         count = {1: 1, 2: 2, 3: 2, 4: 1, 5: 0}[done]
         assert kept == {f"input-{layer:05d}.bin": TOKENS.numel() * 128 * 4 for layer in range(count)}
+
+
+# ------------------------------------------------------------------------------------------------ disk
+
+
+def disk_of(monkeypatch: pytest.MonkeyPatch, free: int) -> list[Path]:
+    """A disk with so many free bytes; returns the places that were asked about."""
+    asked: list[Path] = []
+
+    def usage(place: Path) -> Any:
+        asked.append(Path(place))
+        return SimpleNamespace(free=free)
+
+    monkeypatch.setattr(disk_module.shutil, "disk_usage", usage)
+    return asked
+
+
+NEEDED = 2 * 16 * 64 * 128 * 4
+"""Layers, sequences, tokens, hidden size, bytes."""
+
+
+def test_the_plan_says_that_tokens_are_weighed_and_how_much_disk_that_takes(
+    tiny_llama: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = (
+        "calibration tokens are weighted by the gradient of the model's loss: a pass forward and backward, up to 1.0 MB"
+    )
+    argv = ["quantize", str(tiny_llama), "--group-size", "64", "--dataset", str(text), "--nsamples", "16", "--dry-run"]
+    argv += ["--seqlen", "64", "-o", str(tmp_path / "out")]
+    assert main(argv) == 0
+    assert f"{said} of temporary disk (--token-weights none does without)" in capsys.readouterr().out
+    assert main([*argv, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["plan"]["scratch_bytes"] == NEEDED
+    assert any(said in note for note in document["plan"]["notes"]) and not (tmp_path / "out.partial").exists()
+    for flags in (["--token-weights", "none"], ["--method", "rtn"]):
+        assert main([*argv, *flags, "--json"]) == 0
+        plan = json.loads(capsys.readouterr().out)["plan"]
+        assert plan["scratch_bytes"] == 0 and not any("weighted" in note for note in plan["notes"])
+    assert main([*argv, "--method", "awq", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"]["scratch_bytes"] == NEEDED
+
+
+def test_a_disk_that_is_too_small_is_a_problem_of_the_plan_with_the_numbers_and_the_flag(
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_for(tiny_llama, tmp_path / "not" / "there" / "out", text)
+    asked = disk_of(monkeypatch, NEEDED - 1)
+    with pytest.raises(PlanError) as caught:
+        make_plan(recipe.model_copy(update={"group_size": 96}))
+    size, disk = caught.value.problems
+    assert "group size 96" in size and asked == [tmp_path]
+    assert disk == (
+        "weighing the calibration tokens takes up to 1.0 MB of temporary disk (2 layers x 16 x 64 tokens x 128 x 4 "
+        f"bytes), and beside {recipe.output} 1.0 MB are free; --token-weights none does without, fewer --nsamples with "
+        "less"
+    )
+    assert make_plan(recipe.model_copy(update={"token_weights": "none"})).scratch_bytes == 0
+    disk_of(monkeypatch, NEEDED)
+    assert make_plan(recipe).scratch_bytes == NEEDED
+
+
+def test_a_run_that_has_weighed_its_tokens_or_is_finished_needs_no_disk_for_that(
+    tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = recipe_for(tiny_llama, tmp_path / "out", text)
+    work = stop_at(recipe, Weighing)
+    (work / "scratch").mkdir()
+    (work / "scratch" / "input-00000.bin").write_bytes(bytes(NEEDED // 2))  # left by a kill, removed before the next
+    disk_of(monkeypatch, NEEDED // 2)
+    assert make_plan(recipe).scratch_bytes == NEEDED
+    stop_at(recipe, LayerStarted)
+    disk_of(monkeypatch, 0)
+    assert make_plan(recipe).scratch_bytes == 0
+    finish(recipe)
+    assert make_plan(recipe).scratch_bytes == 0
+
+
+def test_sequences_longer_than_the_model_takes_need_no_disk_for_what_is_cut(tiny_llama: Path, tmp_path: Path) -> None:
+    calibration = CalibrationRecipe(nsamples=8, seqlen=2048)
+    recipe = Recipe(model=str(tiny_llama), output=str(tmp_path / "out"), calibration=calibration)
+    assert make_plan(recipe).scratch_bytes == 2 * 8 * 512 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "label"), [(0, "0.0 MB"), (33_554_432, "33.6 MB"), (171_798_691_840, "171.8 GB"), (10**12, "1.0 TB")]
+)
+def test_a_size_is_told_in_the_largest_unit_of_which_there_is_one(size_bytes: int, label: str) -> None:
+    assert size_label(size_bytes) == label

@@ -201,6 +201,8 @@ def test_transformers_loads_the_compressed_tensors_export_with_our_logits(
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     finish(recipe_for(tiny_llama, tmp_path / "out", text, bits=bits, symmetric=symmetric))
+    scales = [t for key, t in load_file(tmp_path / "out" / "model.safetensors").items() if key.endswith("weight_scale")]
+    assert any(bool((scale < 0).any()) for scale in scales) == (symmetric and bits == 4)
     # the library cannot load packed zeros into an uncompressed skeleton, so asymmetric files are expanded on loading
     extra = {} if symmetric else {"quantization_config": CompressedTensorsConfig(dequantize=True)}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, **extra)

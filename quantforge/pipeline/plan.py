@@ -16,6 +16,7 @@ from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
 from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.budget import Unit, plan_units
+from quantforge.pipeline.disk import plan_weighing
 from quantforge.pipeline.grids import choose_grids, split_fused
 from quantforge.pipeline.method import choose_method, refuse_floating_inputs
 from quantforge.recipe import Recipe, default_output
@@ -41,6 +42,7 @@ class Plan:
         sites: the sites to quantize.
         kept: parameter -> why it stays in floating point.
         notes: what was decided for the user and should be announced; `warnings` are those that deserve attention.
+        scratch_bytes: temporary disk for weighing calibration tokens, at most; 0 when that is not, or no longer, done.
     """
 
     checkpoint: Checkpoint
@@ -58,6 +60,7 @@ class Plan:
     notes: tuple[str, ...]
     transforms: tuple[Transform, ...] = ()
     units: tuple[Unit, ...] = ()
+    scratch_bytes: int = 0
 
     @property
     def needs_gram(self) -> bool:
@@ -158,6 +161,7 @@ class Plan:
             ],
             "kept": self.kept,
             "notes": list(self.notes),
+            "scratch_bytes": self.scratch_bytes,
             "source_bytes": self.source_bytes,
             "estimated_bytes": self.estimated_bytes if self.settled else None,
             "bits_per_weight": self.bits_per_weight if self.settled else None,
@@ -202,6 +206,9 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None) -> Plan:
             problems += [f"{target.name}: {problem}" for problem in target.problems(grids.specs, shapes)]
     if recipe.tune_epochs:
         problems += _tuning_problems(streamed, activations)
+    output = Path(recipe.output or default_output(recipe, grids.base.group_size))
+    weighs = recipe.token_weights == "gradient" and (chosen.transforms or chosen.solver.wants_gram(chosen.options))
+    scratch_bytes = plan_weighing(recipe, streamed, output, problems, notes) if weighs else 0
     if problems:
         raise PlanError(problems)
     if device != "cpu":
@@ -231,7 +238,7 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None) -> Plan:
         solver=chosen.solver,
         options=chosen.options,
         formats=recipe.formats,
-        output=Path(recipe.output or default_output(recipe, grids.base.group_size)),
+        output=output,
         sites=grids.sites,
         kept=layout.kept | {f"{site.module}.weight": reason for site, reason in grids.left},
         kept_linears=tuple(
@@ -240,6 +247,7 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None) -> Plan:
         notes=tuple(notes),
         transforms=chosen.transforms,
         units=units,
+        scratch_bytes=scratch_bytes,
     )
 
 

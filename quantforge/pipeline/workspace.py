@@ -35,6 +35,7 @@ WEIGHTS_FILE = "token-weights.safetensors"
 TUNING_FILE = "tuning.safetensors"
 TUNED_FILE = "tuned.safetensors"
 TOKENS_FILE = "sampled-tokens.safetensors"
+SCRATCH = "scratch"
 FIRST_FILES = {"lock", FINGERPRINT_FILE, f"{FINGERPRINT_FILE}.tmp"}
 """All that a run has written when it is killed before its first layer."""
 
@@ -215,7 +216,7 @@ class Workspace:
     @contextmanager
     def scratch(self) -> Iterator[Path]:
         """An empty directory for files of no lasting use, removed afterwards."""
-        path = self.path / "scratch"
+        path = self.path / SCRATCH
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         try:
