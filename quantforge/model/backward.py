@@ -83,7 +83,7 @@ def backward(
     steps = 2 * len(model.layers) + 1
     run = model.begin(tokens)
     model.drop_outer()
-    kept: list[torch.Tensor] = []
+    kept: list[Callable[[], torch.Tensor]] = []
     for index in range(len(model.layers)):
         kept.append(_keep(run.hidden, index, directory))
         model.load_layer(index)
@@ -96,7 +96,7 @@ def backward(
     yield len(model.layers) + 1, steps
     for index in reversed(range(len(model.layers))):
         layer = model.load_layer(index)
-        run.hidden = kept.pop()
+        run.hidden = kept.pop()()
         sites = {name: model.model.get_submodule(name) for name in modules if _inside(name, model, index)}
         if before_layer is not None:
             before_layer(run, index)
@@ -170,13 +170,15 @@ def _head_gradient(run: StreamedPass, generator: torch.Generator) -> torch.Tenso
     return gradient
 
 
-def _keep(hidden: torch.Tensor, index: int, directory: Path | None) -> torch.Tensor:
+def _keep(hidden: torch.Tensor, index: int, directory: Path | None) -> Callable[[], torch.Tensor]:
+    """Gives the hidden states back when they are needed; until then those in a file take no memory."""
     if directory is None:
-        return hidden.clone()
-    file = _file(directory, index)
+        kept = hidden.clone()
+        return lambda: kept
+    file, shape, dtype = _file(directory, index), hidden.shape, hidden.dtype
     with open(file, "wb") as handle:  # written, not mapped and filled: a full disk is an error here, not a crash later
         handle.write(hidden.contiguous().numpy().data)
-    return torch.from_file(str(file), shared=True, size=hidden.numel(), dtype=hidden.dtype).reshape(hidden.shape)
+    return lambda: torch.from_file(str(file), shared=True, size=shape.numel(), dtype=dtype).reshape(shape)
 
 
 def _file(directory: Path, index: int) -> Path:
