@@ -570,7 +570,7 @@ def test_by_default_a_model_is_calibrated_on_its_own_samples_unless_it_is_too_la
     few = CalibrationRecipe(nsamples=4, seqlen=32)
     own = finish(recipe_for(tiny_llama, tmp_path / "own", tiny_llama, calibration=few))
     assert own.calibration["source"].startswith("sampled from the model itself")
-    monkeypatch.setattr(calibrate_module, "_memory_bytes", lambda device: 3_000_000)  # the model takes 1.9 MB
+    monkeypatch.setattr(calibrate_module, "memory_bytes", lambda device: 3_000_000)  # the model takes 1.9 MB
     text = finish(recipe_for(tiny_llama, tmp_path / "text", tiny_llama, calibration=few))
     assert text.calibration["source"].startswith("builtin")
     assert "0.0 GB whole, too much of 0.0 GB" in text.calibration["notes"][0]
