@@ -10,10 +10,10 @@ from torch import Tensor
 
 from quantforge.errors import CalibrationError, UsageError
 from quantforge.model.observe import InputGroup
-from quantforge.numerics.activations import quantize_rows
+from quantforge.numerics.activations import quantize_tokens
 from quantforge.numerics.channels import MagnitudeAccumulator
 from quantforge.numerics.grid import importance_of, nearest_on_grid
-from quantforge.spec import QuantSpec
+from quantforge.spec import ActivationSpec, QuantSpec
 from quantforge.transforms import (
     Consumer,
     FoldProblem,
@@ -50,6 +50,7 @@ def problem(rows: Tensor, *specs: QuantSpec, **changes: Any) -> FoldProblem:
         "mean_abs": rows.abs().mean(0),
         "abs_max": rows.abs().amax(0),
         "rows": rows,
+        "activations": ActivationSpec(8),
     }
     return FoldProblem(**(settings | changes))
 
@@ -190,7 +191,7 @@ def test_inputs_are_rounded_as_compressed_tensors_does_to_the_bit(shape: tuple[i
     rows[0, 0] = 0
     args = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)
     scale, zero = compute_dynamic_scales_and_zp(rows, args, SimpleNamespace())  # type: ignore[arg-type]
-    assert torch.equal(quantize_rows(rows), fake_quantize(rows, scale, zero, args))
+    assert torch.equal(quantize_tokens(rows, ActivationSpec(8)), fake_quantize(rows, scale, zero, args))
 
 
 # ------------------------------------------------------------------------------------------------ parts
