@@ -22,10 +22,12 @@ from quantforge.model.observe import observe
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline import disk as disk_module
+from quantforge.pipeline import influence as influence_module
 from quantforge.pipeline import layers as layers_module
 from quantforge.pipeline.influence import SEED, TokenWeights, shared_weights, token_weights
 from quantforge.pipeline.plan import Plan, make_plan
 from quantforge.pipeline.run import quantize
+from quantforge.pipeline.workspace import Workspace
 from quantforge.recipe import CalibrationRecipe, Recipe
 from quantforge.report import Event, LayerDone, LayerStarted, RunFinished, RunReport, RunStarted, Weighing
 from quantforge.sizes import size_label
@@ -48,7 +50,7 @@ def plan_of(name: str, path: Path) -> Plan:
 
 
 def weights_of(plan: Plan, directory: Path | None = None) -> TokenWeights:
-    steps = token_weights(plan, TOKENS, directory)
+    steps = token_weights(plan.streamed, {site.module for site in plan.sites}, TOKENS, directory)
     while True:
         try:
             next(steps)
@@ -244,9 +246,7 @@ def test_every_architecture_is_quantized_with_weighted_tokens_and_never_worse_th
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[TokenWeights] = []
-    monkeypatch.setattr(
-        layers_module.Workspace, "keep_token_weights", lambda _self, weights: kept.append(weights), raising=True
-    )
+    monkeypatch.setattr(Workspace, "keep_token_weights", lambda _self, weights: kept.append(weights), raising=True)
     build(name).save_pretrained(tmp_path / "model")
     calibration = CalibrationRecipe(dataset="self", nsamples=3, seqlen=24)
     recipe = Recipe(
@@ -302,7 +302,7 @@ def test_tokens_are_weighed_once_and_a_resumed_run_gives_the_same_bytes(
     def never(*_: Any) -> Any:
         raise AssertionError("the tokens were weighed again")
 
-    monkeypatch.setattr(layers_module, "token_weights", never)
+    monkeypatch.setattr(influence_module, "token_weights", never)
     events = list(start(recipe))
     assert not any(isinstance(event, Weighing) for event in events)
     started = next(event for event in events if isinstance(event, RunStarted))
