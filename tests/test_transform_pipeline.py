@@ -272,12 +272,12 @@ def test_structure_is_found_once_and_proven_on_every_layer(
         proven.append(pair)
         assert hidden.shape[:2] == (2, 32)
         reason = prove(layer, call, hidden, pair)
-        return "made up" if pair.producer.module == "mlp.up_proj" else reason
+        return "made up" if pair.producer.module == "mlp.up_proj" and len(proven) > 4 else reason
 
     monkeypatch.setattr(transform_module, "find_pairs", counted_find)
     monkeypatch.setattr(transform_module, "prove", counted_prove)
     report = finish(recipe_for(outliers, tmp_path / "out", words, method="awq+rtn"))
-    assert len(found) == 1 and len(proven) == 4
+    assert len(found) == 1 and len(proven) == 8
     (unproven,) = [fold for fold in report.layers[1].transforms if fold.reason == "made up"]
     assert unproven.producer == "model.layers.1.mlp.up_proj" and not unproven.kept
     assert "layer 1: mlp.up_proj cannot be folded here: made up" in report.warnings

@@ -52,10 +52,11 @@ def rows_per_batch(plan: Plan, run: StreamedPass, index: int) -> int | None:
 
 
 class LayerTransforms:
-    """Applies a plan's transforms to one layer after another, and remembers which pairs each kind of layer has."""
+    """Applies a plan's transforms to one layer after another, and knows which pairs each kind of layer has."""
 
     def __init__(self, plan: Plan, run: StreamedPass) -> None:
-        """The outer weights must be loaded: the probe's tokens go through them.
+        """Finds the pairs, on the first layer of each kind as it is in the checkpoint: so a run that is carried on
+        finds the same ones. The outer weights must be loaded; layers are loaded and dropped here.
 
         Of `run`, only the first batch of each layer is used.
         """
@@ -63,6 +64,15 @@ class LayerTransforms:
         self.run = run
         self._probe = plan.streamed.begin(run.tokens[:PROBE_SEQUENCES, :PROBE_TOKENS])
         self._known: dict[object, list[Pair]] = {}
+        kinds = [_kind(layer) for layer in plan.streamed.layers]
+        last = max(kinds.index(kind) for kind in kinds)
+        for index in range(last + 1):
+            layer = plan.streamed.load_layer(index)
+            if kinds[index] not in self._known:
+                call, hidden = next(self._probe.batches(index))
+                self._known[kinds[index]] = find_pairs(layer, call, hidden)
+            self._probe.advance(index)
+            plan.streamed.drop_layer(index)
 
     @torch.no_grad()
     def apply(self, index: int, modules: Mapping[str, nn.Module], groups: list[InputGroup]) -> Transformed:
@@ -85,17 +95,17 @@ class LayerTransforms:
         return Transformed(tuple(work.reports), work.groups, work.floats(), tuple(warnings))
 
     def _pairs(self, index: int, layer: nn.Module) -> list[tuple[Pair, str | None]]:
-        """The layer's pairs, each with what disproves it, if anything: structure is remembered, proof is not."""
+        """The layer's pairs, each with what disproves it on this layer, if anything."""
         call = self._probe.calls[index][0]
         sequences, length = self._probe.tokens.shape
         hidden = self.run.hidden[:sequences, :length].clone().to(self.run.owner.device)
-        kind = tuple((name, type(module)) for name, module in layer.named_modules()) + tuple(
-            (name, parameter.shape) for name, parameter in layer.named_parameters()
-        )
-        if kind not in self._known:
-            self._known[kind] = find_pairs(layer, call, hidden)
-            return [(pair, None) for pair in self._known[kind]]
-        return [(pair, prove(layer, call, hidden, pair)) for pair in self._known[kind]]
+        return [(pair, prove(layer, call, hidden, pair)) for pair in self._known[_kind(layer)]]
+
+
+def _kind(layer: nn.Module) -> object:
+    """Equal for layers of the same modules and shapes; the weights need not be loaded."""
+    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    return modules, tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
 class _Layer:
