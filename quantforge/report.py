@@ -48,7 +48,7 @@ class TransformReport:
         error_before, error_after: expected output error of the consumers rounded to nearest, relative to their
             outputs' energy, over all calibration tokens; None when no scale was searched.
         output_before, output_after: measured squared error of the layer's output, relative to each token's energy, mean
-            over tokens, with the sites involved rounded to nearest; None when it did not come to that.
+            over tokens, with all its sites quantized by the run's solver; None when it did not come to that.
         kept: whether the layer was changed. `reason` says why not.
     """
 

@@ -105,7 +105,6 @@ def _pair(
     unread = Pair(producer, biases, (), torch.arange(count))
     changed = fold(layer, unread, factor, {}).tensors
     readers: dict[str, tuple[int | str, Tensor]] = {}
-    channels: Tensor | None = None
     while True:
         with replaced(layer, changed):
             trace = trace_layer(

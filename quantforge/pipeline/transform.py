@@ -1,7 +1,7 @@
 """Transforms on one loaded layer: find and prove pairs, search a scale for each, keep what helps the layer's output."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,10 +15,10 @@ from quantforge.model.pairs import find_pairs
 from quantforge.model.shards import DTYPES
 from quantforge.model.skeleton import is_conv1d
 from quantforge.model.streamed import StreamedPass
-from quantforge.numerics.grid import importance_of, nearest_on_grid
 from quantforge.pipeline.plan import Plan
-from quantforge.pipeline.solve import weight_of
+from quantforge.pipeline.solve import solve_sites, weight_of
 from quantforge.report import TransformReport
+from quantforge.spec import QuantSpec
 from quantforge.transforms import Consumer, FoldProblem, Transform
 
 PROBE_SEQUENCES = 2
@@ -52,10 +52,11 @@ def rows_per_batch(plan: Plan, run: StreamedPass, index: int) -> int | None:
 
 
 class LayerTransforms:
-    """Applies a plan's transforms to one layer after another, and remembers which pairs each kind of layer has."""
+    """Applies a plan's transforms to one layer after another, and knows which pairs each kind of layer has."""
 
     def __init__(self, plan: Plan, run: StreamedPass) -> None:
-        """The outer weights must be loaded: the probe's tokens go through them.
+        """Finds the pairs, on the first layer of each kind as it is in the checkpoint: so a run that is carried on
+        finds the same ones. The outer weights must be loaded; layers are loaded and dropped here.
 
         Of `run`, only the first batch of each layer is used.
         """
@@ -63,13 +64,22 @@ class LayerTransforms:
         self.run = run
         self._probe = plan.streamed.begin(run.tokens[:PROBE_SEQUENCES, :PROBE_TOKENS])
         self._known: dict[object, list[Pair]] = {}
+        kinds = [_kind(layer) for layer in plan.streamed.layers]
+        last = max(kinds.index(kind) for kind in kinds)
+        for index in range(last + 1):
+            layer = plan.streamed.load_layer(index)
+            if kinds[index] not in self._known:
+                call, hidden = next(self._probe.batches(index))
+                self._known[kinds[index]] = find_pairs(layer, call, hidden)
+            self._probe.advance(index)
+            plan.streamed.drop_layer(index)
 
     @torch.no_grad()
     def apply(self, index: int, modules: Mapping[str, nn.Module], groups: list[InputGroup]) -> Transformed:
         """Change the loaded layer `index`; `modules` are its sites by module path, `groups` were observed on it.
 
-        A fold is kept when the layer's output, the sites involved rounded to nearest, comes closer to what the layer
-        gave before; measured on the first batch of calibration tokens.
+        A fold is kept when the output of the layer, all its sites quantized by the run's own solver, comes closer to
+        what the layer gave before; measured on the first batch of calibration tokens.
         """
         layer = self.run.owner.layers[index]
         work = _Layer(self.plan, self.run, index, modules, groups)
@@ -85,17 +95,17 @@ class LayerTransforms:
         return Transformed(tuple(work.reports), work.groups, work.floats(), tuple(warnings))
 
     def _pairs(self, index: int, layer: nn.Module) -> list[tuple[Pair, str | None]]:
-        """The layer's pairs, each with what disproves it, if anything: structure is remembered, proof is not."""
+        """The layer's pairs, each with what disproves it on this layer, if anything."""
         call = self._probe.calls[index][0]
         sequences, length = self._probe.tokens.shape
         hidden = self.run.hidden[:sequences, :length].clone().to(self.run.owner.device)
-        kind = tuple((name, type(module)) for name, module in layer.named_modules()) + tuple(
-            (name, parameter.shape) for name, parameter in layer.named_parameters()
-        )
-        if kind not in self._known:
-            self._known[kind] = find_pairs(layer, call, hidden)
-            return [(pair, None) for pair in self._known[kind]]
-        return [(pair, prove(layer, call, hidden, pair)) for pair in self._known[kind]]
+        return [(pair, prove(layer, call, hidden, pair)) for pair in self._known[_kind(layer)]]
+
+
+def _kind(layer: nn.Module) -> object:
+    """Equal for layers of the same modules and shapes; the weights need not be loaded."""
+    modules = tuple((name, type(module)) for name, module in layer.named_modules())
+    return modules, tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
 class _Layer:
@@ -111,10 +121,12 @@ class _Layer:
         self.index = index
         self.layer = run.owner.layers[index]
         self.prefix = f"{plan.streamed.layout.stack}.{index}."
-        self.specs = {site.module: plan.specs[site.name] for site in plan.sites if site.layer == index}
+        self.sites = {site.module: site for site in plan.sites if site.layer == index}
         self.searched = plan.options.get("grid") == "search"
         self.call, self.hidden = next(run.batches(index))
         self.reference = self._output()
+        self.quantized: dict[str, Tensor] | None = None  # the sites' weights as the solver would leave them now
+        self.error = 0.0  # of the layer's output with them
         self.stored: dict[str, torch.dtype] = {}  # of every parameter changed so far that stays in floating point
 
     def attempt(self, transform: Transform, pair: Pair) -> TransformReport:
@@ -139,15 +151,20 @@ class _Layer:
         if solution.after >= solution.before:
             return report
         folded = fold(self.layer, pair, solution.scale, stored)
-        before = self._rounded_error(pair, self.groups)
+        if self.quantized is None:
+            self.quantized = self._quantize(self.modules.keys(), self.groups)
+            self.error = self._error(self.quantized)
+        before, groups = self.error, self._divided(pair, folded)
+        involved = {self.prefix + name for name in (pair.producer.module, *pair.consumers)}
         with replaced(self.layer, folded.tensors):
-            after = self._rounded_error(pair, self._divided(pair, folded))
+            quantized = self.quantized | self._quantize(involved, groups)
+            after = self._error(quantized)
         report = replace(report, output_before=before, output_after=after)
         if not after < before:
             return replace(report, reason="the layer's output would not come closer")
         for name, tensor in folded.tensors.items():
             self.layer.get_parameter(name).data.copy_(tensor)
-        self.groups = self._divided(pair, folded)
+        self.groups, self.quantized, self.error = groups, quantized, after
         self.stored |= stored
         return replace(report, kept=True, reason=None)
 
@@ -169,6 +186,9 @@ class _Layer:
         }
 
     # -------------------------------------------------------------------------------------------- parts
+
+    def _spec(self, module: str) -> QuantSpec:
+        return self.plan.specs[self.sites[module].name]
 
     def _is_vector(self, pair: Pair) -> bool:
         return self.layer.get_parameter(pair.producer.name).ndim == 1
@@ -208,9 +228,9 @@ class _Layer:
         most = max(groups, key=lambda group: group.tokens).magnitudes
         assert most is not None
         alike = [
-            (group, spec, [name for name in group.names if self.specs[name] == spec])
+            (group, spec, [name for name in group.names if self._spec(name) == spec])
             for group in groups
-            for spec in dict.fromkeys(self.specs[name] for name in group.names)
+            for spec in dict.fromkeys(self._spec(name) for name in group.names)
         ]
         consumers = tuple(
             Consumer(" + ".join(names), torch.cat([weight_of(self.modules[name]) for name in names]), spec, group.gram)
@@ -236,19 +256,23 @@ class _Layer:
             raise NumericsError(f"layer {self.index}: the output is not finite")
         return result
 
-    def _rounded_error(self, pair: Pair, groups: Sequence[InputGroup]) -> float:
-        """How far the layer's output is off with the pair's sites rounded to nearest: squared, relative to each token's
-        energy (what follows normalizes every token), mean over tokens."""
-        involved = {self.prefix + name for name in (pair.producer.module, *pair.consumers)} & self.modules.keys()
-        rounded: dict[str, Tensor] = {}
-        for group in groups:
-            importance = importance_of(group.gram.diagonal()) if self.searched and group.tokens else None
-            for name in involved & set(group.names):
-                weight = nearest_on_grid(weight_of(self.modules[name]), self.specs[name], importance).dequantize()
-                stored_as = weight.t() if is_conv1d(self.modules[name]) else weight
-                rounded[f"{name.removeprefix(self.prefix)}.weight"] = stored_as.contiguous()
-        modules = [self.modules[name] for name in sorted(involved)]
-        with replaced(self.layer, rounded), quantized_inputs(modules, self.plan.activations):
+    def _error(self, quantized: Mapping[str, Tensor]) -> float:
+        """How far the layer's output is off with other weights in its sites.
+
+        Squared, relative to each token's energy (what follows normalizes every token), mean over tokens.
+        """
+        with replaced(self.layer, quantized), quantized_inputs(self.modules.values(), self.plan.activations):
             apart = (self._output() - self.reference).double()
         energy = self.reference.double().square().sum(dim=-1)
         return float((apart.square().sum(dim=-1) / energy.clamp(min=torch.finfo(torch.float32).tiny)).mean())
+
+    def _quantize(self, wanted: Collection[str], groups: Sequence[InputGroup]) -> dict[str, Tensor]:
+        """Weights of sites as the solver leaves them and their modules store them, by parameter."""
+        quantized: dict[str, Tensor] = {}
+        for group in groups:
+            if sites := [self.sites[name] for name in group.names if name in wanted]:
+                for site, solved, _ in solve_sites(self.plan, sites, self.modules, group):
+                    weight = solved.dequantize()
+                    stored_as = weight.t().contiguous() if is_conv1d(self.modules[site.module]) else weight
+                    quantized[f"{site.module.removeprefix(self.prefix)}.weight"] = stored_as
+        return quantized
