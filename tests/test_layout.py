@@ -179,7 +179,12 @@ class Layer(nn.Module):
 
 def watched(layer: Layer, batches: list[torch.Tensor]) -> Any:
     calls = [(LayerCall((None,), {}, 0), batch) for batch in batches]
-    run: Any = SimpleNamespace(owner=SimpleNamespace(layers=[layer]), batches=lambda index: iter(calls))
+    run: Any = SimpleNamespace(
+        owner=SimpleNamespace(layers=[layer]),
+        batches=lambda index: iter(calls),
+        hidden=torch.stack(batches),
+        batch_size=1,
+    )
     return {group.names: group for group in observe(run, 0, {"a": layer.a, "b": layer.b, "c": layer.c})}
 
 

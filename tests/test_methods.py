@@ -37,20 +37,27 @@ def test_gptq_needs_a_gram_and_rtn_does_not() -> None:
 
 def test_given_options_replace_defaults() -> None:
     resolved = load_method("gptq").resolve({"damping": 0.1})
-    assert resolved == {"act_order": True, "grid": "search", "damping": 0.1, "block_size": 32}
+    assert resolved == {
+        "act_order": True, "grid": "search", "sweeps": 2, "refits": 0, "damping": 0.1, "block_size": 32,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
-        ("gptq", {"dampening": 0.1}, "no option 'dampening'; its options are: act_order, grid, damping, block_size"),
+        (
+            "gptq",
+            {"dampening": 0.1},
+            "no option 'dampening'; its options are: act_order, grid, sweeps, refits, damping",
+        ),
         ("rtn", {"damping": 0.1}, "method rtn has no option 'damping'; its options are: grid"),
         ("gptq", {"damping": -0.1}, r"gptq\.damping must lie in \[0, 1\]; got -0\.1"),
         ("gptq", {"damping": 1.5}, r"gptq\.damping must lie in"),
         ("gptq", {"damping": float("nan")}, r"gptq\.damping must lie in \[0, 1\]; got nan"),
         ("gptq", {"block_size": 0}, r"gptq\.block_size must lie in"),
         ("gptq", {"block_size": 12.5}, r"gptq\.block_size must be of type int; got 12\.5"),
-        ("gptq", {"grid": "mse"}, r"gptq\.grid must be one of minmax, search; got mse"),
+        ("gptq", {"grid": "hqq"}, r"gptq\.grid must be one of minmax, mse, search; got hqq"),
+        ("gptq", {"sweeps": -1}, r"gptq\.sweeps must lie in \[0, inf\]; got -1"),
         ("gptq", {"act_order": 1}, r"gptq\.act_order must be of type bool; got 1"),
         ("gptq", {"damping": True}, r"gptq\.damping must be of type float; got True"),
     ],
