@@ -48,7 +48,7 @@ def test_given_options_replace_defaults() -> None:
         (
             "gptq",
             {"dampening": 0.1},
-            "no option 'dampening'; its options are: act_order, grid, sweeps, refits, damping",
+            "no option 'dampening'; its options are: act_order, grid, sweeps",
         ),
         ("rtn", {"damping": 0.1}, "method rtn has no option 'damping'; its options are: grid"),
         ("gptq", {"damping": -0.1}, r"gptq\.damping must lie in \[0, 1\]; got -0\.1"),
