@@ -54,11 +54,13 @@ class QuantizedWeight:
 
     def dequantize(self) -> torch.Tensor:
         """The weights this grid stands for, float32 [out, in]; exact, because code * scale fits a float32 mantissa."""
-        out_features, in_features = self.codes.shape
-        groups = self.scale.shape[1]
-        codes = self.codes.to(torch.float32).reshape(out_features, groups, -1)  # [out, groups, group]
-        offset = codes - self.zero.to(torch.float32).unsqueeze(-1)
-        return (offset * self.scale.to(torch.float32).unsqueeze(-1)).reshape(out_features, in_features)
+        scale = self.scale.to(torch.float32).unsqueeze(-1)
+        return (self.offsets(torch.float32) * scale).reshape(self.codes.shape)
+
+    def offsets(self, dtype: torch.dtype) -> torch.Tensor:
+        """``codes - zero``, by which scales are multiplied, [out, groups, group] in a signed `dtype`."""
+        grouped = self.codes.to(dtype).reshape(*self.scale.shape, -1)
+        return grouped - self.zero.to(dtype).unsqueeze(-1)
 
     def rows(self, start: int, stop: int) -> "QuantizedWeight":
         """The grid of output rows ``start:stop`` (rows are independent of each other)."""

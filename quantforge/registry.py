@@ -3,8 +3,11 @@
 import importlib
 import pkgutil
 from collections.abc import Iterable
+from typing import TypeVar
 
 from quantforge.errors import QuantforgeError
+
+Entry = TypeVar("Entry")
 
 
 def names_in(folder: Iterable[str]) -> list[str]:
@@ -12,10 +15,14 @@ def names_in(folder: Iterable[str]) -> list[str]:
     return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(folder))
 
 
-def load(package: str, folder: Iterable[str], name: str, constant: str, error: type[QuantforgeError]) -> object:
-    """The `constant` of the module called `name`; raises `error` with the known names when there is none."""
+def load(
+    package: str, folder: Iterable[str], name: str, constant: str, kind: type[Entry], error: type[QuantforgeError]
+) -> Entry:
+    """The `constant`, a `kind`, of the module called `name`; raises `error` with the known names when there is none."""
     known = names_in(folder)
     what = package.rpartition(".")[2].removesuffix("s")
     if name not in known:
         raise error(f"unknown {what} {name!r}; known {what}s: {', '.join(known)}")
-    return getattr(importlib.import_module(f"{package}.{name.replace('-', '_')}"), constant)
+    entry = getattr(importlib.import_module(f"{package}.{name.replace('-', '_')}"), constant)
+    assert isinstance(entry, kind)
+    return entry

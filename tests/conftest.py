@@ -83,3 +83,15 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_llama_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with `lm_head` tied to the embedding. Read only: copy it before changing anything."""
     return _build_llama(tmp_path_factory.mktemp("tiny-llama-tied") / "tiny-llama-tied", tied=True)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text to calibrate on: 6000 words in an order of their own."""
+    import torch
+
+    file = tmp_path_factory.mktemp("text") / "calibration.txt"
+    words = "layers groups scale column quick brown fox every own place stop start read back solved written".split()
+    picks = torch.randint(0, len(words), (6000,), generator=torch.Generator().manual_seed(5)).tolist()
+    file.write_text(" ".join(words[pick] for pick in picks))
+    return file

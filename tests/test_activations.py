@@ -29,15 +29,6 @@ INT8 = ActivationSpec()
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    words = "layers groups scale column quick brown fox every own place stop start read back solved written".split()
-    picks = torch.randint(0, len(words), (3000,), generator=torch.Generator().manual_seed(5)).tolist()
-    file.write_text(" ".join(words[pick] for pick in picks))
-    return file
-
-
-@pytest.fixture(scope="module")
 def w8a8(tiny_llama: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("w8a8") / "out"
     finish(recipe_for(tiny_llama, out, text, bits=8, group_size=-1, activation_bits=8))

@@ -39,15 +39,6 @@ DEEP_LAYERS = 12
 UP = "model.layers.1.mlp.up_proj.weight"
 
 
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "calibration.txt"
-    words = "layers groups scale column quick brown fox every own place stop start read back solved written".split()
-    picks = torch.randint(0, len(words), (6000,), generator=torch.Generator().manual_seed(5)).tolist()
-    file.write_text(" ".join(words[pick] for pick in picks))
-    return file
-
-
 @pytest.fixture
 def recipe(tiny_llama: Path, text: Path, tmp_path: Path) -> Recipe:
     """A small job that works; 64 x 64 tokens are just enough for no warning."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fake_pipeline import FakePlan, run_of
-from test_pipeline import contents, finish, recipe_for, text
+from test_pipeline import contents, finish, recipe_for
 
 from quantforge.cli import main, runview
 from quantforge.cli.ui import Ui
@@ -28,8 +28,6 @@ from quantforge.reading import ResolvedRecipe, load_recipe, read_recipe
 from quantforge.recipe import Recipe
 from quantforge.report import Allocated, Allocating, Allocation, Event, LayerDone, RunFinished, UnitBits
 from quantforge.rules import Rule
-
-__all__ = ["text"]  # a fixture
 
 
 def site(name: str, layer: int = 0) -> LinearSite:

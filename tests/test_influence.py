@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from test_architectures import CONFIGS, build
-from test_pipeline import contents, finish, recipe_for, text
+from test_pipeline import contents, finish, recipe_for
 from torch import Tensor, nn
 
 from quantforge.cli import main
@@ -31,8 +31,6 @@ from quantforge.pipeline.workspace import Workspace
 from quantforge.recipe import CalibrationRecipe, Recipe
 from quantforge.report import Event, LayerDone, LayerStarted, RunFinished, RunReport, RunStarted, Weighing
 from quantforge.sizes import size_label
-
-__all__ = ["text"]  # a fixture
 
 TOKENS = torch.randint(3, 128, (3, 24), generator=torch.Generator().manual_seed(1))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_pipeline import contents, finish, recipe_for, text  # noqa: F401  (the fixture)
+from test_pipeline import contents, finish, recipe_for
 
 from quantforge.cli import main
 from quantforge.errors import PlanError, UsageError, WorkspaceError
@@ -23,7 +23,7 @@ METHODS = ("gptq", "awq+gptq", "rtn")
 
 
 @pytest.fixture
-def recipe(tiny_llama: Path, text: Path, tmp_path: Path) -> Recipe:  # noqa: F811
+def recipe(tiny_llama: Path, text: Path, tmp_path: Path) -> Recipe:
     few = CalibrationRecipe(dataset=str(text), nsamples=8, seqlen=64)
     return recipe_for(tiny_llama, tmp_path / "out", text, sequential="none", calibration=few)
 
@@ -262,7 +262,7 @@ def test_a_foreign_output_of_one_variant_is_found_before_any_work(
 
 def test_the_command_ends_in_a_table_or_one_document_with_a_list(
     tiny_llama: Path,
-    text: Path,  # noqa: F811
+    text: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -33,16 +33,6 @@ from quantforge.report import Event, LayerDone, RunFinished, RunReport
 TOKENS = torch.randint(3, 200, (2, 40), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "calibration.txt"
-    words = "layers groups scale column quick brown fox every own place stop start read back solved written".split()
-    generator = torch.Generator().manual_seed(5)
-    picks = torch.randint(0, len(words), (6000,), generator=generator).tolist()
-    file.write_text(" ".join(words[pick] for pick in picks))
-    return file
-
-
 def recipe_for(model: Path, output: Path, text: Path, **changes: Any) -> Recipe:
     settings: dict[str, Any] = dict(
         model=str(model),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_pipeline import contents, finish, recipe_for, text  # noqa: F401  (the fixture)
+from test_pipeline import contents, finish, recipe_for
 
 from quantforge.model.observe import InputGroup
 from quantforge.model.streamed import StreamedModel, StreamedPass
@@ -22,7 +22,7 @@ SITES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj
 
 
 @pytest.fixture
-def recipe(tiny_llama: Path, text: Path, tmp_path: Path) -> Recipe:  # noqa: F811
+def recipe(tiny_llama: Path, text: Path, tmp_path: Path) -> Recipe:
     return recipe_for(tiny_llama, tmp_path / "out", text, sequential="none", bits=3, token_weights="none")
 
 

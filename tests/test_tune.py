@@ -18,9 +18,7 @@ from quantforge.pipeline.run import quantize
 from quantforge.recipe import CalibrationRecipe
 from quantforge.report import Event, RunFinished, Tuning
 from tests.test_mixed import build_gpt2
-from tests.test_pipeline import finish, recipe_for, text
-
-__all__ = ["text"]
+from tests.test_pipeline import finish, recipe_for
 
 
 def packed(path: Path) -> PackedCheckpoint:

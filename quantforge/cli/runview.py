@@ -128,19 +128,21 @@ class RunView:
 
     def _pass(self, what: str, done: int, steps: int) -> None:
         """Of a pass over the whole model, forward and backward: a line at each fifth of the way, with the time left."""
+        eta = self._eta(done, steps)
+        if done == 1 or 5 * done // steps != 5 * (done - 1) // steps:
+            self._stage(f"{what}: {100 * done // steps}% of a pass forward and backward{eta and ', '}{eta}")
+
+    def _tuning(self, step: int, steps: int, kl: float) -> None:
+        eta = self._eta(step, steps)
+        self._stage(f"tuning scales: step {step}/{steps}  KL {kl:.4f}{eta and '  '}{eta}")
+
+    def _eta(self, done: int, steps: int) -> str:
+        """Of steps that take alike, counted from the first that is seen; nothing after that one."""
         now = time.monotonic()
         if done == 1:
             self._pass_started = now
-        if done == 1 or 5 * done // steps != 5 * (done - 1) // steps:
-            left = f", ETA {duration((now - self._pass_started) / (done - 1) * (steps - done))}" if done > 1 else ""
-            self._stage(f"{what}: {100 * done // steps}% of a pass forward and backward{left}")
-
-    def _tuning(self, step: int, steps: int, kl: float) -> None:
-        now = time.monotonic()
-        if step == 1:
-            self._pass_started = now
-        eta = f"  ETA {duration((now - self._pass_started) / (step - 1) * (steps - step))}" if step > 1 else ""
-        self._stage(f"tuning scales: step {step}/{steps}  KL {kl:.4f}{eta}")
+            return ""
+        return f"ETA {duration((now - self._pass_started) / (done - 1) * (steps - done))}"
 
     def _allocated(self, allocation: events.Allocation) -> None:
         self._say(f"bits chosen for {allocation.budget}: {chosen(allocation)}")

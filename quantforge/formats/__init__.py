@@ -93,6 +93,4 @@ def format_names() -> list[str]:
 
 def load_format(name: str) -> Format:
     """Import one format by name; raises UsageError naming the known ones."""
-    found = load(__name__, __path__, name, "FORMAT", UsageError)
-    assert isinstance(found, Format)
-    return found
+    return load(__name__, __path__, name, "FORMAT", Format, UsageError)

@@ -106,6 +106,4 @@ def method_names() -> list[str]:
 
 def load_method(name: str) -> Method:
     """Import one method by name; raises UsageError naming the known ones."""
-    method = load(__name__, __path__, name, "METHOD", UsageError)
-    assert isinstance(method, Method)
-    return method
+    return load(__name__, __path__, name, "METHOD", Method, UsageError)

@@ -21,7 +21,7 @@ from torch import Tensor
 from quantforge.errors import CalibrationError, NumericsError
 from quantforge.methods import Method, Option, OptionValue, Solution, WeightProblem
 from quantforge.numerics.descent import refine_codes
-from quantforge.numerics.grid import choose_codes, minmax_grid, searched_grid
+from quantforge.numerics.grid import nearest_on_grid, offset_bounds, searched_grid
 from quantforge.numerics.metrics import all_finite
 from quantforge.numerics.refit import refit_scales
 from quantforge.quantized import QuantizedWeight
@@ -100,8 +100,8 @@ def solve(problem: WeightProblem) -> Solution:
     """
     weight, gram = _checked(problem)
     spec = problem.spec
-    scale, zero = minmax_grid(weight, spec)
-    nearest = QuantizedWeight(spec, choose_codes(weight, scale, zero, spec), scale, zero)
+    nearest = nearest_on_grid(weight, spec)
+    scale, zero = nearest.scale, nearest.zero
     order = visiting_order(gram.to(weight.dtype), problem.options)
     factor = order.factor
     if factor.feedback is None:
@@ -120,10 +120,11 @@ def solve(problem: WeightProblem) -> Solution:
     codes = round_columns(weight, factor.feedback, order.columns, scale, zero, spec, block_size)
     solved = QuantizedWeight(spec, codes, scale, zero)
     sweeps, refits = int(problem.options["sweeps"]), int(problem.options["refits"])
-    damped = order.damped() if sweeps or refits else gram
-    solved = refine_codes(weight, solved, damped, sweeps)
-    for _ in range(refits):
-        solved = refine_codes(weight, refit_scales(weight, solved, damped), damped, 1)
+    if sweeps or refits:
+        damped = order.damped()
+        solved = refine_codes(weight, solved, damped, sweeps)
+        for _ in range(refits):
+            solved = refine_codes(weight, refit_scales(weight, solved, damped), damped, 1)
     worse = _rows_worse(weight, solved, nearest, gram).unsqueeze(1)
     kept = QuantizedWeight(
         spec,
@@ -152,10 +153,10 @@ def visiting_order(gram: Tensor, options: Mapping[str, OptionValue]) -> Order:
         mean = float(diagonal.sum()) / max(1, len(diagonal) - dead_inputs)
         gram = gram.masked_fill(dead | dead.unsqueeze(1), 0)
         gram.diagonal().masked_fill_(dead, mean or 1.0)
-    columns = torch.arange(len(diagonal), device=gram.device)
+    columns, visited = torch.arange(len(diagonal), device=gram.device), gram
     if options["act_order"]:
         columns = diagonal.argsort(descending=True, stable=True)
-    visited = gram.index_select(0, columns).index_select(1, columns) if options["act_order"] else gram
+        visited = gram.index_select(0, columns).index_select(1, columns)
     return Order(gram, columns, factorize(visited, float(options["damping"])), dead)
 
 
@@ -187,16 +188,12 @@ def round_columns(
 
     A block starts with one matrix product that brings in the errors of all blocks before it. Inside a block every
     column reads the whole block: rows of `error` not reached yet hold finite weights and meet a feedback of zero.
-    A group of zeros has no scale of its own to correct others with, and stays zero.
     """
     out_features, in_features = weight.shape
     error = weight.t().index_select(0, order)  # [in, out]; row j turns from w_j into w_j - q_j
     target = error.clone()  # [in, out]; row j turns from w_j into the value to round, then into code - zero
     scales = scale.to(weight.dtype).t().contiguous().unbind(0)  # groups x [out]
-    empty = (weight == 0).reshape(*zero.shape, -1).all(dim=2)  # [out, groups, group] -> [out, groups]
-    low = (-zero.to(weight.dtype)).masked_fill_(empty, 0)
-    high = (spec.code_max - zero.to(weight.dtype)).masked_fill_(empty, 0)
-    lows, highs = low.t().contiguous().unbind(0), high.t().contiguous().unbind(0)
+    lows, highs = (bound.unbind(0) for bound in offset_bounds(weight, zero, spec))
     groups = (order // (in_features // len(scales))).tolist()
     for start in range(0, in_features, block_size):
         stop = min(start + block_size, in_features)

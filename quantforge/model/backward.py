@@ -16,9 +16,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quantforge.errors import NumericsError
 from quantforge.model.streamed import StreamedModel, StreamedPass
-from quantforge.numerics.metrics import all_finite
+from quantforge.numerics.metrics import require_finite
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +88,7 @@ def backward(
         model.load_layer(index)
         run.advance(index)
         model.drop_layer(index)
-        _require_finite(run.hidden, f"layer {index}: the output")
+        require_finite(run.hidden, f"layer {index}: the output")
         yield index + 1, steps
     gradient = _head_gradient(run, generator)
     model.drop_outer()
@@ -101,7 +100,7 @@ def backward(
         if before_layer is not None:
             before_layer(run, index)
         _layer_backward(run, index, layer, sites, gradient, on_site)
-        _require_finite(gradient, f"layer {index}: the gradient of the input")
+        require_finite(gradient, f"layer {index}: the gradient of the input")
         model.drop_layer(index)
         if directory is not None:
             _file(directory, index).unlink()
@@ -166,7 +165,7 @@ def _head_gradient(run: StreamedPass, generator: torch.Generator) -> torch.Tenso
         chances.scatter_add_(1, labels, torch.full_like(labels, -1, dtype=chances.dtype))
         (incoming,) = torch.autograd.grad(logits, leaf, chances)
         gradient[sample : sample + 1] = incoming.cpu()
-    _require_finite(gradient, "the output head: the gradient of the input")
+    require_finite(gradient, "the output head: the gradient of the input")
     return gradient
 
 
@@ -187,9 +186,3 @@ def _file(directory: Path, index: int) -> Path:
 
 def _inside(module: str, model: StreamedModel, index: int) -> bool:
     return module.startswith(f"{model.layout.stack}.{index}.")
-
-
-def _require_finite(values: torch.Tensor, what: str) -> None:
-    if not all_finite(values):
-        bad = int((~torch.isfinite(values)).any(-1).sum())
-        raise NumericsError(f"{what} is not finite for {bad} of {values[..., 0].numel()} tokens")

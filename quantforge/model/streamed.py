@@ -86,6 +86,13 @@ class StreamedModel:
         self.peak_elements = 0
         self._outer_loaded = False
 
+    @property
+    def positions(self) -> int | None:
+        """The longest sequence that the config allows; None when it names no limit."""
+        config: Any = self.model.config
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+        return longest if isinstance(longest, int) else None
+
     # -------------------------------------------------------------------------------------------- weights
 
     def load_outer(self) -> None:

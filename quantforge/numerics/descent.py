@@ -12,6 +12,7 @@ time. No step raises the loss.
 import torch
 from torch import Tensor
 
+from quantforge.numerics.grid import offset_bounds
 from quantforge.quantized import QuantizedWeight
 
 BLOCK = 64
@@ -33,10 +34,8 @@ def refine_codes(weight: Tensor, start: QuantizedWeight, gram: Tensor, sweeps: i
     slopes = (gram / gram.diagonal().unsqueeze(1)).contiguous()  # row j: H_j / H_jj
     scales = start.scale.to(weight.dtype).t().contiguous()  # [groups, out]
     width = in_features // len(scales)
-    zeros = start.zero.to(weight.dtype).t().contiguous()  # [groups, out]
-    empty = (weight == 0).reshape(out_features, len(scales), -1).all(dim=2).t()  # [groups, out]
-    lows, highs = (-zeros).masked_fill_(empty, 0), (spec.code_max - zeros).masked_fill_(empty, 0)
-    offsets = (start.codes.to(weight.dtype) - start.zero.to(weight.dtype).repeat_interleave(width, 1)).t().contiguous()
+    lows, highs = offset_bounds(weight, start.zero, spec)
+    offsets = start.offsets(weight.dtype).flatten(1).t().contiguous()  # [in, out]
     error = (weight - start.dequantize().to(weight.dtype)).t().contiguous()  # E^T, [in, out]
     for _ in range(sweeps):
         for first in range(0, in_features, BLOCK):

@@ -40,6 +40,11 @@ def store_scale(scale: Tensor, scale_dtype: ScaleDtype) -> Tensor:
     return half.to(SCALE_DTYPES[scale_dtype])
 
 
+def store_signed_scale(scale: Tensor, scale_dtype: ScaleDtype) -> Tensor:
+    """`store_scale` of a turned grid's scale too: its magnitude is rounded, its sign kept."""
+    return store_scale(scale.abs(), scale_dtype) * scale.sign().to(SCALE_DTYPES[scale_dtype])
+
+
 def _next_scale(stored: Tensor, scale_dtype: ScaleDtype) -> Tensor:
     """The next larger storable scale (the largest one stays)."""
     larger = (stored.view(torch.int16) + 1).view(stored.dtype).to(torch.float32)
@@ -143,6 +148,17 @@ def importance_of(mean_square: Tensor, damping: float = 0.01) -> Tensor:
         damping: what is added, relative to the mean.
     """
     return mean_square + damping * mean_square.mean()
+
+
+def offset_bounds(weight: Tensor, zero: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """The least and the largest ``code - zero`` of each group, [groups, out] in the dtype of `weight` [out, in].
+
+    A group of zeros has no scale of its own to correct others with, and stays zero. `zero` is [out, groups].
+    """
+    empty = (weight == 0).reshape(*zero.shape, -1).all(dim=2)  # [out, groups, group] -> [out, groups]
+    low = (-zero.to(weight.dtype)).masked_fill_(empty, 0)
+    high = (spec.code_max - zero.to(weight.dtype)).masked_fill_(empty, 0)
+    return low.t().contiguous(), high.t().contiguous()
 
 
 def choose_codes(weight: Tensor, scale: Tensor, zero: Tensor, spec: QuantSpec) -> Tensor:

@@ -2,12 +2,22 @@
 
 import math
 
+import torch
 from torch import Tensor
+
+from quantforge.errors import NumericsError
 
 
 def all_finite(values: Tensor) -> bool:
     """True when no value is NaN or infinite; one pass, no temporaries (the extremes of a NaN are NaN)."""
     return values.numel() == 0 or all(math.isfinite(float(extreme)) for extreme in values.aminmax())
+
+
+def require_finite(values: Tensor, what: str) -> None:
+    """Raises NumericsError when `values` [samples, length, features] are not finite; `what` they are begins it."""
+    if not all_finite(values):
+        bad = int((~torch.isfinite(values)).any(-1).sum())
+        raise NumericsError(f"{what} is not finite for {bad} of {values[..., 0].numel()} tokens")
 
 
 def proxy_loss(weight: Tensor, dequantized: Tensor, gram: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ GuidedQuant (arXiv 2505.07004).
 import torch
 from torch import Tensor
 
-from quantforge.numerics.grid import store_scale
+from quantforge.numerics.grid import store_signed_scale
 from quantforge.numerics.metrics import proxy_loss
 from quantforge.quantized import QuantizedWeight
 
@@ -31,8 +31,7 @@ def refit_scales(weight: Tensor, start: QuantizedWeight, gram: Tensor) -> Quanti
     spec = start.spec
     groups = start.scale.shape[1]
     gram = gram.to(weight.dtype)
-    offsets = start.codes.to(weight.dtype).reshape(weight.shape[0], groups, -1)
-    offsets = offsets - start.zero.to(weight.dtype).unsqueeze(-1)  # [out, groups, group]
+    offsets = start.offsets(weight.dtype)  # [out, groups, group]
     present = start.scale.to(weight.dtype)
     missed = weight - start.dequantize().to(weight.dtype)
     slope = ((missed @ gram).reshape(offsets.shape) * offsets).sum(-1)  # C^T H (w - C s), [out, groups]
@@ -45,7 +44,7 @@ def refit_scales(weight: Tensor, start: QuantizedWeight, gram: Tensor) -> Quanti
     diagonal += RIDGE * diagonal.mean(dim=1, keepdim=True) + torch.finfo(weight.dtype).tiny
     change = torch.linalg.solve(system, slope.unsqueeze(-1)).squeeze(-1) / present  # relative
     fitted = torch.where(change.abs() <= LARGEST_CHANGE, present * (1 + change), present)
-    stored = store_scale(fitted.abs(), spec.scale_dtype) * fitted.sign().to(start.scale.dtype)
+    stored = store_signed_scale(fitted, spec.scale_dtype)
     after = QuantizedWeight(spec, start.codes, stored, start.zero)
     better = proxy_loss(weight, after.dequantize(), gram) < proxy_loss(weight, start.dequantize(), gram)
     return QuantizedWeight(spec, start.codes, torch.where(better.unsqueeze(1), stored, start.scale), start.zero)

@@ -4,7 +4,6 @@ import json
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,7 +36,7 @@ def calibrate(recipe: Recipe, plan: Plan, works: Sequence[Path]) -> Generator[Ev
     """
     if not needs_tokens(recipe, plan):
         return None
-    asked, longest = recipe.calibration, _longest(plan)
+    asked, longest = recipe.calibration, plan.streamed.positions
     dataset, notes = _source(recipe, plan)
     if dataset == FROM_MODEL:
         request, seqlen = _sampling_request(recipe, plan), min(asked.seqlen, longest or asked.seqlen)
@@ -94,12 +93,6 @@ def _sampling_request(recipe: Recipe, plan: Plan) -> str:
         },
         sort_keys=True,
     )
-
-
-def _longest(plan: Plan) -> int | None:
-    config: Any = plan.streamed.model.config
-    longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return longest
 
 
 def _source(recipe: Recipe, plan: Plan) -> tuple[str, tuple[str, ...]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantforge.model.streamed import StreamedModel
-from quantforge.pipeline.workspace import SCRATCH, WEIGHTS_FILE
+from quantforge.pipeline.workspace import SCRATCH, WEIGHTS_FILE, work_directory
 from quantforge.recipe import Recipe
 from quantforge.sizes import size_label
 
@@ -18,13 +18,13 @@ def plan_weighing(recipe: Recipe, streamed: StreamedModel, output: Path, problem
 
     Adds a note, or a problem where the disk of `output` has not got as much.
     """
-    work = output.parent / f"{output.name}.partial"
+    work = work_directory(output)
     if os.path.lexists(output) or os.path.lexists(work / WEIGHTS_FILE):
         return 0
     model: Any = streamed.model
-    config = model.config.get_text_config()
-    asked, layers, hidden = recipe.calibration, streamed.layout.layers, int(config.hidden_size)
-    seqlen = min(asked.seqlen, getattr(config, "max_position_embeddings", None) or asked.seqlen)
+    asked, layers = recipe.calibration, streamed.layout.layers
+    hidden = int(model.config.get_text_config().hidden_size)
+    seqlen = min(asked.seqlen, streamed.positions or asked.seqlen)
     needed_bytes = layers * asked.nsamples * seqlen * hidden * FLOAT_BYTES
     free_bytes = _free_bytes(work)
     if free_bytes is not None and needed_bytes > free_bytes:

@@ -2,13 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from quantforge.calibration import CalibrationSet
-from quantforge.model.sites import LinearSite
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.workspace import Workspace
 from quantforge.recipe import Recipe
@@ -41,19 +37,6 @@ class Job:
     def unsolved(self) -> bool:
         """Whether layers are left to be solved."""
         return self.workspace.done() < self.plan.layers
-
-    def sites_of(self, layer: int) -> dict[str, LinearSite]:
-        """The sites of one layer, by module path."""
-        return {site.module: site for site in self.plan.sites if site.layer == layer}
-
-    def modules_of(self, layer: int) -> dict[str, nn.Module]:
-        """Their modules, by path."""
-        return {name: self.plan.streamed.model.get_submodule(name) for name in self.sites_of(layer)}
-
-
-def work_directory(plan: Plan) -> Path:
-    """Where unfinished work is kept: beside the output."""
-    return plan.output.parent / f"{plan.output.name}.partial"
 
 
 def needs_tokens(recipe: Recipe, plan: Plan) -> bool:

@@ -1,24 +1,25 @@
 """The layers of one job, one after the other: observe, transform, solve, put back, commit."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 
 from torch import nn
 
 from quantforge.model.activations import quantized_inputs
 from quantforge.model.observe import InputGroup, input_groups, observe
 from quantforge.model.streamed import StreamedPass
+from quantforge.numerics.metrics import require_finite
 from quantforge.pipeline.influence import TokenWeights, shared_weights
 from quantforge.pipeline.job import Job
-from quantforge.pipeline.solve import layer_report, put_back, require_finite, solve_sites
-from quantforge.pipeline.together import can_share, solve_together
+from quantforge.pipeline.solve import put_back, solve_sites
+from quantforge.pipeline.together import can_share, commit_layer, solve_together
 from quantforge.pipeline.transform import LayerTransforms, Transformed, rows_per_batch
 from quantforge.quantized import QuantizedWeight
 from quantforge.recipe import Recipe
 from quantforge.report import Event, LayerDone, LayerStarted, LayerTransformed, SiteDone, SiteReport
 
 
-def solve_layers(job: Job, of_tokens: TokenWeights) -> Iterator[Event]:
+def solve_layers(job: Job, of_tokens: TokenWeights) -> Generator[Event, None, None]:
     """Observe, solve and commit the layers of a job that are not committed yet.
 
     Args:
@@ -45,7 +46,7 @@ def _solve_on_own_inputs(job: Job, of_tokens: TokenWeights) -> Iterator[Event]:
         started = time.monotonic()
         yield LayerStarted(index)
         plan.streamed.load_layer(index)
-        sites, modules = job.sites_of(index), job.modules_of(index)
+        sites, modules = plan.sites_of(index), plan.modules_of(index)
         quantized: dict[str, QuantizedWeight] = {}
         reports: list[SiteReport] = []
         weights = shared_weights(of_tokens, run, index, sites, modules) if of_tokens else {}
@@ -64,11 +65,9 @@ def _solve_on_own_inputs(job: Job, of_tokens: TokenWeights) -> Iterator[Event]:
             last = index + 1 == plan.layers
             if not last:
                 run.advance(index)
-                require_finite(run.hidden, index)
+                require_finite(run.hidden, f"layer {index}: the output")
         plan.streamed.drop_layer(index)
-        folds, remarks, floats = (changed.reports, changed.warnings, changed.floats) if changed else ((), (), {})
-        solved = layer_report(index, reports, folds, remarks)
-        workspace.commit(index, quantized, solved, None if last else run.hidden, floats)
+        solved = commit_layer(workspace, index, quantized, reports, changed, None if last else run.hidden)
         yield LayerDone(solved, time.monotonic() - started)
 
 

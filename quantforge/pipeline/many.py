@@ -18,7 +18,7 @@ from quantforge.errors import PlanError, QuantforgeError, UsageError
 from quantforge.pipeline.calibrate import calibrate
 from quantforge.pipeline.files import disk_errors
 from quantforge.pipeline.influence import gather_weights
-from quantforge.pipeline.job import Job, needs_tokens, work_directory
+from quantforge.pipeline.job import Job, needs_tokens
 from quantforge.pipeline.layers import solve_layers
 from quantforge.pipeline.plan import Plan, make_plan
 from quantforge.pipeline.run import (
@@ -31,6 +31,7 @@ from quantforge.pipeline.run import (
     refuse_foreign_output,
 )
 from quantforge.pipeline.together import can_share, solve_together
+from quantforge.pipeline.workspace import work_directory
 from quantforge.recipe import Recipe, variant_name
 from quantforge.report import Event, VariantEvent, VariantsStarted
 
@@ -80,7 +81,7 @@ def quantize_many(jobs: Sequence[tuple[Recipe, Plan]]) -> Iterator[Event]:
     _require_apart([plan for _, plan in jobs])
     streamed = jobs[0][1].streamed
     named = dict(zip(_names(jobs), [(recipe, replace(plan, streamed=streamed)) for recipe, plan in jobs], strict=True))
-    with disk_errors(*(work_directory(plan) for _, plan in jobs)):
+    with disk_errors(*(work_directory(plan.output) for _, plan in jobs)):
         yield from _quantize_many(named)
 
 
@@ -90,9 +91,9 @@ def _quantize_many(named: dict[str, tuple[Recipe, Plan]]) -> Iterator[Event]:
     asking = next((job for job in named.values() if needs_tokens(*job)), None)
     calibration = None
     if asking is not None:
-        calibration = yield from calibrate(*asking, [work_directory(plan) for _, plan in named.values()])
+        calibration = yield from calibrate(*asking, [work_directory(plan.output) for _, plan in named.values()])
     with ExitStack() as stack:
-        published: dict[str, Iterator[Event]] = {}
+        published: dict[str, Generator[Event, None, None]] = {}
         opened: dict[str, Job] = {}
         for name, (recipe, plan) in named.items():
             own = calibration if needs_tokens(recipe, plan) else None
@@ -104,7 +105,7 @@ def _quantize_many(named: dict[str, tuple[Recipe, Plan]]) -> Iterator[Event]:
                     opened[name] = stack.enter_context(open_job(recipe, plan, own, fingerprint))
         yield VariantsStarted(tuple(named), _notes(list(opened.values())))
         for name, events in published.items():
-            yield from _of(name, _returning(events))
+            yield from _of(name, events)
         jobs: dict[Job, str] = {}
         for name, job in opened.items():
             begun = yield from _of(name, begin(job))
@@ -114,8 +115,8 @@ def _quantize_many(named: dict[str, tuple[Recipe, Plan]]) -> Iterator[Event]:
             for solved, event in solve_together(list(jobs), of_tokens):
                 yield VariantEvent(jobs[solved], event)
         for job, name in jobs.items():
-            yield from _of(name, _returning(solve_layers(job, of_tokens)))
-            yield from _of(name, _returning(finish(job)))
+            yield from _of(name, solve_layers(job, of_tokens))
+            yield from _of(name, finish(job))
 
 
 def _notes(jobs: Sequence[Job]) -> tuple[str, ...]:
@@ -143,10 +144,6 @@ def _of(name: str, events: Generator[Event, None, T]) -> Generator[Event, None, 
                 yield VariantEvent(name, event)
     finally:
         events.close()
-
-
-def _returning(events: Iterator[Event]) -> Generator[Event, None, None]:
-    yield from events
 
 
 @contextmanager

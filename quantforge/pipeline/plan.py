@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from quantforge.errors import PlanError, UsageError
 from quantforge.formats import SiteShape, load_format
 from quantforge.methods import Method, OptionValue
@@ -18,7 +20,7 @@ from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.budget import Unit, plan_units
 from quantforge.pipeline.disk import plan_weighing
 from quantforge.pipeline.grids import choose_grids, split_fused
-from quantforge.pipeline.method import choose_method, refuse_floating_inputs
+from quantforge.pipeline.method import Chosen, choose_method, refuse_floating_inputs
 from quantforge.recipe import Recipe, default_output
 from quantforge.spec import ActivationSpec, QuantSpec, ScaleDtype, label_of
 from quantforge.transforms import Transform
@@ -74,7 +76,7 @@ class Plan:
     @property
     def method(self) -> str:
         """``awq+gptq``: transforms, then the solver."""
-        return "+".join([*(transform.name for transform in self.transforms), self.solver.name])
+        return Chosen(self.transforms, self.solver, self.options).label
 
     @property
     def model_type(self) -> str:
@@ -123,6 +125,14 @@ class Plan:
     def estimated_bytes(self) -> int:
         """Tensor bytes of one export: quantized sites at their stored bits, everything else as it is."""
         return self.rest_bytes + round(self.bits_per_weight * self.weights / 8)
+
+    def sites_of(self, layer: int) -> dict[str, LinearSite]:
+        """The sites of one layer, by module path."""
+        return {site.module: site for site in self.sites if site.layer == layer}
+
+    def modules_of(self, layer: int) -> dict[str, nn.Module]:
+        """Their modules, by path."""
+        return {name: self.streamed.model.get_submodule(name) for name in self.sites_of(layer)}
 
     def output_of(self, format_name: str) -> Path:
         """Where an export goes: the output directory itself, or with several formats a directory each inside it."""

@@ -21,12 +21,12 @@ from quantforge.pipeline.allocate import allocate_plan, with_bits
 from quantforge.pipeline.calibrate import calibrate, keep_sampled
 from quantforge.pipeline.files import disk_errors, sync_directory
 from quantforge.pipeline.influence import gather_weights
-from quantforge.pipeline.job import Job, work_directory
+from quantforge.pipeline.job import Job
 from quantforge.pipeline.layers import solve_layers
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.tune import tune_scales
 from quantforge.pipeline.verify import verify_checkpoint
-from quantforge.pipeline.workspace import Workspace, discard, owned
+from quantforge.pipeline.workspace import Workspace, discard, owned, work_directory
 from quantforge.pipeline.writer import sync_tree, write_checkpoint, write_json
 from quantforge.recipe import Recipe
 from quantforge.report import (
@@ -53,7 +53,7 @@ def quantize(recipe: Recipe, plan: Plan) -> Iterator[Event]:
     Interrupted at any moment, the same call continues from the last committed layer and gives the same bytes. Raises
     QuantforgeError subclasses; nothing is published unless everything succeeded.
     """
-    work = work_directory(plan)
+    work = work_directory(plan.output)
     with disk_errors(work):
         refuse_foreign_output(plan)
         calibration = yield from calibrate(recipe, plan, [work])
@@ -84,7 +84,7 @@ def open_job(
     """The job, its work directory open and locked, the tokens of the model's own in it."""
     _refuse_if_strict(recipe, plan.warnings + (calibration.warnings if calibration is not None else ()))
     files = {"files": plan.checkpoint.file_times()}
-    with Workspace.open(work_directory(plan), {**fingerprint, **files}) as workspace:
+    with Workspace.open(work_directory(plan.output), {**fingerprint, **files}) as workspace:
         job = Job(recipe, plan, workspace, calibration, fingerprint)
         keep_sampled(job)
         yield job
@@ -103,7 +103,7 @@ def begin(job: Job) -> Generator[Event, None, Job]:
     return job
 
 
-def finish(job: Job) -> Iterator[Event]:
+def finish(job: Job) -> Generator[Event, None, None]:
     """Tune, write, verify and publish an output whose layers are all committed. Ends in RunFinished."""
     recipe, plan, workspace = job.recipe, job.plan, job.workspace
     tuning: TuneReport | None = None
@@ -187,9 +187,9 @@ def _exists(plan: Plan) -> WorkspaceError:
     return WorkspaceError(f"{plan.output} already exists; choose another --output or remove it")
 
 
-def already_published(recipe: Recipe, plan: Plan, fingerprint: Mapping[str, Any]) -> Iterator[Event]:
+def already_published(recipe: Recipe, plan: Plan, fingerprint: Mapping[str, Any]) -> Generator[Event, None, None]:
     """The output exists: finished by this very job (then there is nothing to do), or an error."""
-    work = work_directory(plan)
+    work = work_directory(plan.output)
     file = plan.output / REPORT_FILE
     try:
         known = json.loads(file.read_text(encoding="utf-8"))

@@ -109,7 +109,6 @@ def _part(
 
 def _check_length(streamed: StreamedModel, tokens: Windows) -> None:
     """A window longer than the model's positions gives meaningless numbers, or none."""
-    config = getattr(streamed.model, "config").get_text_config()  # noqa: B009  (nn.Module has no such attribute)
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and tokens.window > longest:
+    longest = streamed.positions
+    if longest is not None and tokens.window > longest:
         raise UsageError(f"--window {tokens.window} is longer than the model's {longest} positions; use a shorter one")

@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quantforge.errors import NumericsError
 from quantforge.methods import Solution, WeightProblem, load_method
 from quantforge.model.observe import InputGroup
 from quantforge.model.sites import LinearSite
@@ -116,10 +115,3 @@ def _warnings(reports: Sequence[SiteReport]) -> Iterator[str]:
             )
         if report.dead_inputs:
             yield f"{report.name}: {report.dead_inputs} of {report.in_features} inputs were never active"
-
-
-def require_finite(hidden: torch.Tensor, layer: int) -> None:
-    """Raises NumericsError when the output [samples, length, hidden] of a layer is not finite."""
-    if not bool(torch.isfinite(hidden).all()):
-        bad = int((~torch.isfinite(hidden)).any(-1).sum())
-        raise NumericsError(f"layer {layer}: the output is not finite for {bad} of {hidden[..., 0].numel()} tokens")

@@ -10,19 +10,21 @@ since their rounding is what it changes. A transform changes the layer itself, w
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from quantforge.model.observe import InputGroup, observe, unobserved
 from quantforge.model.sites import LinearSite
+from quantforge.numerics.metrics import require_finite
 from quantforge.pipeline.influence import TokenWeights, shared_weights
 from quantforge.pipeline.job import Job
-from quantforge.pipeline.solve import layer_report, require_finite, solve_sites
+from quantforge.pipeline.solve import layer_report, solve_sites
 from quantforge.pipeline.transform import LayerTransforms, Transformed, rows_per_batch
+from quantforge.pipeline.workspace import Workspace
 from quantforge.quantized import QuantizedWeight
-from quantforge.report import Event, LayerDone, LayerStarted, LayerTransformed, SiteDone, SiteReport
+from quantforge.report import Event, LayerDone, LayerReport, LayerStarted, LayerTransformed, SiteDone, SiteReport
 from quantforge.spec import ActivationSpec
 
 
@@ -59,30 +61,43 @@ def solve_together(jobs: Sequence[Job], of_tokens: TokenWeights) -> Iterator[tup
                 yield job, LayerStarted(index)
             changed: Transformed | None = None
             if original is not None and job in original.transforms and job in groups:
-                changed = original.transforms[job].apply(index, job.modules_of(index), groups[job])
+                changed = original.transforms[job].apply(index, job.plan.modules_of(index), groups[job])
                 yield job, LayerTransformed(index, changed.reports)
             quantized, reports = {}, []
             for site, weight, report in _solved(job, index, changed.groups if changed else groups.get(job)):
                 quantized[site.name] = weight
                 reports.append(report)
                 yield job, SiteDone(report)
-            folds, remarks, floats = (changed.reports, changed.warnings, changed.floats) if changed else ((), (), {})
-            solved = layer_report(index, reports, folds, remarks)
             hidden = original.output(index) if original is not None and job.observed else None
-            job.workspace.commit(index, quantized, solved, hidden, floats)
+            solved = commit_layer(job.workspace, index, quantized, reports, changed, hidden)
             yield job, LayerDone(solved, time.monotonic() - started)
             started = time.monotonic()
-            if any(fold.kept for fold in folds) and job is not todo[-1]:
+            if any(fold.kept for fold in solved.transforms) and job is not todo[-1]:
                 streamed.drop_layer(index)
                 streamed.load_layer(index)
         streamed.drop_layer(index)
+
+
+def commit_layer(
+    workspace: Workspace,
+    index: int,
+    quantized: Mapping[str, QuantizedWeight],
+    reports: Sequence[SiteReport],
+    changed: Transformed | None,
+    hidden: torch.Tensor | None,
+) -> LayerReport:
+    """Make a solved layer durable, with the next layer's input where there is one; returns its report."""
+    folds, remarks, floats = (changed.reports, changed.warnings, changed.floats) if changed else ((), (), {})
+    solved = layer_report(index, reports, folds, remarks)
+    workspace.commit(index, quantized, solved, hidden, floats)
+    return solved
 
 
 def _solved(
     job: Job, index: int, groups: Sequence[InputGroup] | None
 ) -> Iterator[tuple[LinearSite, QuantizedWeight, SiteReport]]:
     """The sites of a layer, solved; `groups` None: without statistics."""
-    sites, modules = job.sites_of(index), job.modules_of(index)
+    sites, modules = job.plan.sites_of(index), job.plan.modules_of(index)
     for group in [unobserved(name) for name in modules] if groups is None else groups:
         yield from solve_sites(job.plan, [sites[name] for name in group.names], modules, group)
 
@@ -125,13 +140,13 @@ class _Original:
             self._first_batch.hidden = self.run.hidden[: self.run.batch_size].clone()
         alike: dict[tuple[tuple[str, ...], ActivationSpec | None], list[Job]] = {}
         for job in jobs:
-            if job.observed and (sites := job.sites_of(index)):
+            if job.observed and (sites := job.plan.sites_of(index)):
                 rounded = None if job.plan.transforms else job.plan.activations
                 alike.setdefault((tuple(sites), rounded), []).append(job)
         last = index + 1 == self._layers
         found: dict[Job, list[InputGroup]] = {}
         for number, ((_, rounded), own) in enumerate(alike.items(), 1):
-            sites, modules = own[0].sites_of(index), own[0].modules_of(index)
+            sites, modules = own[0].plan.sites_of(index), own[0].plan.modules_of(index)
             weights = shared_weights(self.of_tokens, self.run, index, sites, modules) if self.of_tokens else {}
             rows = [rows for job in own if (rows := rows_per_batch(job.plan, self.run, index)) is not None]
             advance = number == len(alike) and not last
@@ -139,7 +154,7 @@ class _Original:
             found |= dict.fromkeys(own, groups)
         if not alike and not last:
             self.run.advance(index)
-        require_finite(self.run.hidden, index)
+        require_finite(self.run.hidden, f"layer {index}: the output")
         return found
 
     def output(self, index: int) -> torch.Tensor | None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from quantforge.errors import NumericsError
 from quantforge.model.activations import quantized_inputs
 from quantforge.model.folds import Fold, Pair, fold, prove, replaced
 from quantforge.model.observe import InputGroup
@@ -15,6 +14,7 @@ from quantforge.model.pairs import find_pairs
 from quantforge.model.shards import DTYPES
 from quantforge.model.skeleton import is_conv1d
 from quantforge.model.streamed import StreamedPass
+from quantforge.numerics.metrics import require_finite
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.solve import solve_sites, weight_of
 from quantforge.report import TransformReport
@@ -121,7 +121,7 @@ class _Layer:
         self.index = index
         self.layer = run.owner.layers[index]
         self.prefix = f"{plan.streamed.layout.stack}.{index}."
-        self.sites = {site.module: site for site in plan.sites if site.layer == index}
+        self.sites = plan.sites_of(index)
         self.searched = plan.options.get("grid") == "search"
         self.call, self.hidden = next(run.batches(index))
         self.reference = self._output()
@@ -252,8 +252,7 @@ class _Layer:
     def _output(self) -> Tensor:
         output = self.call.run(self.layer, self.hidden.clone())
         result: Tensor = output[0] if isinstance(output, tuple | list) else output
-        if not bool(torch.isfinite(result).all()):
-            raise NumericsError(f"layer {self.index}: the output is not finite")
+        require_finite(result, f"layer {self.index}: the output")
         return result
 
     def _error(self, quantized: Mapping[str, Tensor]) -> float:

@@ -21,7 +21,7 @@ from quantforge.calibration import CalibrationSet
 from quantforge.errors import NumericsError
 from quantforge.model.skeleton import is_conv1d
 from quantforge.model.streamed import StreamedModel, StreamedPass
-from quantforge.numerics.grid import store_scale
+from quantforge.numerics.grid import store_signed_scale
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.workspace import TuningState, Workspace
 from quantforge.quantized import QuantizedWeight
@@ -42,9 +42,7 @@ class _Dequantize(nn.Module):
 
     def __init__(self, weight: QuantizedWeight, transposed: bool, device: torch.device) -> None:
         super().__init__()
-        groups = weight.scale.shape[1]
-        offsets = weight.codes.to(torch.int16).reshape(weight.out_features, groups, -1)
-        self.offsets = (offsets - weight.zero.unsqueeze(-1)).to(device)  # [out, groups, group]
+        self.offsets = weight.offsets(torch.int16).to(device)  # [out, groups, group]
         self.scale = weight.scale.to(device, torch.float32)
         self.transposed = transposed
 
@@ -88,7 +86,7 @@ class _Student:
         for name, weight in self.weights.items():
             factor = self.factors[name].detach().cpu()
             exact = weight.scale.to(torch.float32) * torch.where(factor > 0, factor, 1.0)
-            tuned[name] = store_scale(exact.abs(), weight.spec.scale_dtype) * exact.sign().to(weight.scale.dtype)
+            tuned[name] = store_signed_scale(exact, weight.spec.scale_dtype)
         return tuned
 
     def round_factors(self) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
 from quantforge.errors import QuantforgeError, WorkspaceError
 from quantforge.numerics.bits import pack_codes, unpack_codes
@@ -158,10 +158,8 @@ class Workspace:
         file = self.path / WEIGHTS_FILE
         if not file.exists():
             return None
-        try:
-            return load_file(file)
-        except (SafetensorError, OSError) as error:
-            raise self._damaged(file, error) from error
+        with self._tensors(file) as tensors:
+            return {name: tensors.get_tensor(name).clone() for name in tensors.keys()}  # noqa: SIM118
 
     def keep_token_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Make the weights of calibration tokens durable."""
@@ -172,13 +170,10 @@ class Workspace:
         file = self.path / TUNING_FILE
         if not file.exists():
             return None
-        try:
-            with safe_open(file, "pt") as tensors:
-                known = tensors.metadata() or {}
-                kept = {name: tensors.get_tensor(name).clone() for name in tensors.keys()}  # noqa: SIM118
+        with self._tensors(file) as tensors:
+            known = tensors.metadata() or {}
+            kept = {name: tensors.get_tensor(name).clone() for name in tensors.keys()}  # noqa: SIM118
             return TuningState(int(known["step"]), float.fromhex(known["kl_before"]), kept)
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
-            raise self._damaged(file, error) from error
 
     def keep_tuning(self, state: TuningState) -> None:
         """Make the state of the tuning durable."""
@@ -190,11 +185,8 @@ class Workspace:
         file = self.path / TUNED_FILE
         if not file.exists():
             return None
-        try:
-            with safe_open(file, "pt") as tensors:
-                return TuneReport(**json.loads((tensors.metadata() or {})["report"]))
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
-            raise self._damaged(file, error) from error
+        with self._tensors(file) as tensors:
+            return TuneReport(**json.loads((tensors.metadata() or {})["report"]))
 
     def keep_tuned(self, report: TuneReport, scales: Mapping[str, torch.Tensor]) -> None:
         """Finish the tuning: from now on `weight` has these scales, by site name."""
@@ -205,7 +197,7 @@ class Workspace:
         file = self.path / TUNED_FILE
         if not file.exists():
             return None
-        with safe_open(file, "pt") as tensors:
+        with self._tensors(file) as tensors:
             return tensors.get_tensor(name).clone() if name in tensors.keys() else None  # noqa: SIM118
 
     def keep_sampled_tokens(self, tokens: torch.Tensor, request: str) -> None:
@@ -236,55 +228,47 @@ class Workspace:
 
     def weight(self, layer: int, name: str, in_features: int) -> QuantizedWeight:
         """One committed site."""
-        file = self._layer_file(layer)
-        try:
-            with safe_open(file, "pt") as tensors:
-                spec = QuantSpec(**json.loads((tensors.metadata() or {})[name]))
-                codes = unpack_codes(tensors.get_tensor(f"{name}.codes"), spec.bits, 1, in_features)
-                scale = tensors.get_tensor(f"{name}.scale").clone()
-                if (tuned := self._tuned_scale(name)) is not None:
-                    scale = tuned
-                zero = (
-                    torch.full(scale.shape, spec.symmetric_zero, dtype=torch.uint8)
-                    if spec.symmetric
-                    else tensors.get_tensor(f"{name}.zero").clone()
-                )
+        tuned = self._tuned_scale(name)
+        with self._tensors(self._layer_file(layer)) as tensors:
+            spec = QuantSpec(**json.loads((tensors.metadata() or {})[name]))
+            codes = unpack_codes(tensors.get_tensor(f"{name}.codes"), spec.bits, 1, in_features)
+            scale = tensors.get_tensor(f"{name}.scale").clone() if tuned is None else tuned
+            zero = (
+                torch.full(scale.shape, spec.symmetric_zero, dtype=torch.uint8)
+                if spec.symmetric
+                else tensors.get_tensor(f"{name}.zero").clone()
+            )
             return QuantizedWeight(spec, codes, scale, zero)
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError, QuantforgeError) as error:
-            raise self._damaged(file, error) from error
 
     def floats(self) -> dict[str, int]:
         """Checkpoint keys whose tensors a transform changed, each with its layer."""
         found: dict[str, int] = {}
         for layer in range(self.done()):
-            file = self._layer_file(layer)
-            try:
-                with safe_open(file, "pt") as tensors:
-                    names = tensors.keys()
-            except (SafetensorError, OSError) as error:
-                raise self._damaged(file, error) from error
+            with self._tensors(self._layer_file(layer)) as tensors:
+                names = tensors.keys()
             found |= {name.removeprefix(FLOAT): layer for name in names if name.startswith(FLOAT)}
         return found
 
     def float_tensor(self, layer: int, key: str) -> torch.Tensor:
         """One of the tensors of `floats`, in its stored dtype."""
-        file = self._layer_file(layer)
-        try:
-            with safe_open(file, "pt") as tensors:
-                tensor: torch.Tensor = tensors.get_tensor(f"{FLOAT}{key}").clone()
-        except (SafetensorError, OSError) as error:
-            raise self._damaged(file, error) from error
-        return tensor
+        with self._tensors(self._layer_file(layer)) as tensors:
+            tensor: torch.Tensor = tensors.get_tensor(f"{FLOAT}{key}").clone()
+            return tensor
 
     def hidden(self, layer: int) -> torch.Tensor:
         """The committed input of a layer, in freshly allocated (aligned) memory so that results do not change."""
-        file = self._hidden_file(layer)
+        with self._tensors(self._hidden_file(layer)) as tensors:
+            hidden: torch.Tensor = tensors.get_tensor("hidden").clone()
+            return hidden
+
+    @contextmanager
+    def _tensors(self, file: Path) -> Iterator[Any]:
+        """A file of tensors, open; whatever is wrong with it, or with what it should hold, is a WorkspaceError."""
         try:
             with safe_open(file, "pt") as tensors:
-                hidden: torch.Tensor = tensors.get_tensor("hidden").clone()
-        except (SafetensorError, OSError) as error:
+                yield tensors
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError, QuantforgeError) as error:
             raise self._damaged(file, error) from error
-        return hidden
 
     def _read_json(self, file: Path) -> dict[str, Any]:
         try:
@@ -317,6 +301,11 @@ class Workspace:
     def discard(self) -> None:
         """Remove the directory; the output has been published."""
         discard(self.path)
+
+
+def work_directory(output: Path) -> Path:
+    """Where the unfinished work on an output is kept: beside it."""
+    return output.parent / f"{output.name}.partial"
 
 
 def sampled_tokens(path: Path, request: str) -> torch.Tensor | None:

@@ -99,6 +99,4 @@ def reader_names() -> list[str]:
 
 def load_reader(quant_method: str) -> Reader:
     """The reader for a config's ``quant_method``; raises SourceError naming the known ones."""
-    reader = load(__name__, __path__, quant_method, "READER", SourceError)
-    assert isinstance(reader, Reader)
-    return reader
+    return load(__name__, __path__, quant_method, "READER", Reader, SourceError)

@@ -112,9 +112,7 @@ def transform_names() -> list[str]:
 
 def load_transform(name: str) -> Transform:
     """Import one transform by name; raises UsageError naming the known ones."""
-    found = load(__name__, __path__, name, "TRANSFORM", UsageError)
-    assert isinstance(found, Transform)
-    return found
+    return load(__name__, __path__, name, "TRANSFORM", Transform, UsageError)
 
 
 # ------------------------------------------------------------------------------------------------ shared by transforms
