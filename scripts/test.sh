@@ -7,4 +7,4 @@ source scripts/_env.sh
 ruff check .
 ruff format --check .
 mypy
-HF_HUB_OFFLINE=1 "$PYTHON" -m pytest -q "$@"
+HF_HUB_OFFLINE=1 "$PYTHON" -m pytest -q -n auto --dist worksteal "$@"

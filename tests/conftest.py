@@ -8,7 +8,8 @@ import pytest
 from hypothesis import settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before any import of huggingface_hub, which reads it once
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+threads = "1" if "PYTEST_XDIST_WORKER" in os.environ else "2"  # side by side, one each
+os.environ.setdefault("OMP_NUM_THREADS", threads)
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile("quantforge", deadline=None, derandomize=True, database=None)

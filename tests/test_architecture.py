@@ -30,7 +30,7 @@ LEVELS = {
         "reading",
     },
     1: {"quantized", "numerics", "text", "documents"},
-    2: {"methods", "transforms", "formats", "readers", "kernels"},
+    2: {"methods", "transforms", "formats", "readers", "contracts", "kernels"},
     3: {"model", "calibration", "evaluate"},
     4: {"pipeline", "integrations"},
     5: {"cli", "__main__"},
