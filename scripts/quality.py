@@ -1,14 +1,17 @@
 """The standard job: quantize one model by several methods, score each on two corpora with one evaluator, print tables.
 
-    python scripts/quality.py MODEL --data DIR --out rows.json [--rows default-4-sym,gptq-4-sym,/a/checkpoint,...]
-    python scripts/quality.py table rows.json [more.json ...]
+    python scripts/quality.py MODEL --data DIR --out rows.json [--rows default-4-sym,gptq-4-sym,peer-4-sym=DIR,...]
+    python scripts/quality.py table rows.json [more.json ...] [--into docs/quality.md]
 
 DIR holds c4/c4.calib.txt, c4/c4.eval.txt and wikitext-2-raw/wiki.test.raw. Calibration is 64 sequences of 512 tokens of
 the first, evaluation 16 windows of 2048 tokens spread evenly over each of the others. A row is METHOD-BITS-GRID, GRID
-being sym, asym, or with -pc at the end one scale per channel; METHOD-w8a8; fp; or the path of any checkpoint that
-`quantforge eval` reads, such as another tool's. METHODS has the settings behind the names. Rows already in the output
-file are kept and not computed again, so the job can be stopped and carried on. Checkpoints it makes are removed once
-scored.
+being sym, asym, or with -pc at the end one scale per channel; METHOD-w8a8; fp; or NAME-BITS-GRID=PATH for a checkpoint
+that `quantforge eval` reads, such as another tool's. METHODS has the settings behind the names. Rows already in the
+output file are kept and not computed again, so the job can be stopped and carried on. Checkpoints it makes are removed
+once scored.
+
+`table` prints one table a grid, with each row's KL as a share of the best peer's, or of plain gptq's where no peer was
+scored; with --into it replaces what stands between two marks in a file.
 """
 
 import argparse
@@ -17,12 +20,14 @@ import resource
 import shutil
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from quantforge.evaluate.divergence import evaluate_windows
+from quantforge.evaluate.divergence import EvalResult, evaluate_windows
 from quantforge.evaluate.protocol import build_windows, load_rows
 from quantforge.model.packed import open_any
 from quantforge.model.streamed import StreamedModel, StreamedPass
@@ -34,6 +39,7 @@ from quantforge.report import RunFinished
 
 PLAIN: dict[str, Any] = {"token_weights": "none", "options": {"grid": "minmax", "sweeps": 0}}
 METHODS: dict[str, dict[str, Any]] = {
+    "fp": {},
     "rtn": {"method": "rtn"},
     "gptq": {"method": "gptq"} | PLAIN,
     "awq": {"method": "awq", "token_weights": "none"},
@@ -51,6 +57,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 """``gptq`` is the plain method, min-max grids and equal tokens; ``default`` is what the command does on its own."""
 
+CORPORA = {"wikitext": "WikiText-2", "c4": "C4"}
+MARKS = ("<!-- tables: scripts/quality.py -->", "<!-- end of tables -->")
 MAIN = ("rtn", "gptq", "awq", "awq+gptq", "default", "best")
 
 ROWS = [f"{method}-{grid}" for grid in ("4-sym", "4-asym", "3-sym") for method in MAIN]
@@ -114,7 +122,7 @@ def make(row: str, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 def main() -> None:
     if sys.argv[1:2] == ["table"]:
-        print(table({row: entry for file in sys.argv[2:] for row, entry in json.loads(Path(file).read_text()).items()}))
+        show_tables(sys.argv[2:])
         return
     args = arguments()
     torch.set_num_threads(args.threads)
@@ -127,39 +135,90 @@ def main() -> None:
         for name, file in corpora.items()
     }
     references: dict[str, StreamedPass] = {}
-    for row in args.rows.split(","):
+    for wanted in args.rows.split(","):
+        row, given, path = wanted.partition("=")
         if row in done:
             continue
-        made = row != "fp" and not Path(row).is_dir()  # a checkpoint that was given is left alone, wherever it lies
-        checkpoint, entry = make(row, args) if made else (args.model if row == "fp" else row, {})
+        made = row != "fp" and not given  # a checkpoint that was given is left alone, wherever it lies
+        checkpoint, entry = make(row, args) if made else (path or args.model, {"peer": True} if given else {})
         for name, tokens in windows.items():
             if name not in references:
                 references[name] = hidden_states(args.model, tokens.tokens)
             run = references[name] if row == "fp" else hidden_states(checkpoint, tokens.tokens)
-            entry[name] = evaluate_windows(tokens, run, references[name]).to_json()
+            entry[name] = score(evaluate_windows(tokens, run, references[name]))
         done[row] = entry
         args.out.write_text(json.dumps(done, indent=1))
         if made:
             shutil.rmtree(checkpoint)
-        print(table({row: entry}), flush=True)
-    print(table(done))
+        print(line(row, entry), flush=True)
+    print(tables(done))
 
 
-def table(rows: dict[str, Any]) -> str:
-    """Markdown, one line a row."""
-    head = "| row | WikiText-2 perplexity | KL (SE) | top-1 | C4 perplexity | KL (SE) | top-1 | bits/weight | CPU s |"
-    lines = [head, "|---" * 9 + "|"]
-    for row, entry in rows.items():
-        cells = [f"`{'/'.join(Path(row).parts[-2:])}`"]
-        for name in ("wikitext", "c4"):
-            score = entry[name]
-            gap = score["divergence"]
-            cells += [f"{score['ppl']:.3f}", f"{gap['kl']:.4f} ({gap['kl_se_window']:.4f})", f"{gap['top1']:.4f}"]
-        cells += (
-            [f"{entry['bits_per_weight']:.3f}", f"{entry['cpu_seconds']:.0f}"] if "cpu_seconds" in entry else ["", ""]
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+def score(result: EvalResult) -> dict[str, float]:
+    """What the tables show of one corpus; the standard error of KL is the larger of over tokens and over windows."""
+    gap = result.divergence
+    assert gap is not None
+    error = max(gap.kl_se or 0.0, gap.kl_se_window or 0.0)
+    return {"ppl": result.ppl, "kl": gap.kl, "kl_se": error, "top1": gap.top1}
+
+
+def show_tables(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rows", type=Path, nargs="+")
+    parser.add_argument("--into", type=Path)
+    args = parser.parse_args(arguments)
+    text = tables({row: entry for file in args.rows for row, entry in json.loads(file.read_text()).items()})
+    if args.into is None:
+        print(text)
+        return
+    before, _, rest = args.into.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    args.into.write_text(f"{before}{MARKS[0]}\n\n{text}\n\n{MARKS[1]}{after}")
+
+
+def tables(rows: dict[str, Any]) -> str:
+    """Markdown: a table for each grid, in the order of ROWS; rows of one grid in the order of METHODS, peers first."""
+    order = list(dict.fromkeys(grid_of(row) for row in [*ROWS, *rows]))
+    methods = list(METHODS)
+    parts = []
+    for grid in order:
+        own = {row: entry for row, entry in rows.items() if grid_of(row) == grid}
+        if not own:
+            continue
+        peers = [row for row, entry in own.items() if entry.get("peer")]
+        ours = sorted((row for row in own if row not in peers), key=lambda row: methods.index(method_of(row)))
+        against = peers or [row for row in ours if method_of(row) == "gptq"]
+        best = {name: min((own[row][name]["kl"] for row in against), default=0.0) for name in CORPORA}
+        whose = "the best peer" if peers else "gptq" if against else None
+        shares = [f"KL / {whose}, {title}" for title in CORPORA.values()] if whose else []
+        columns = [
+            f"`{grid}`",
+            *(f"{title} {what}" for title in CORPORA.values() for what in ("PPL", "KL (SE)", "top-1")),
+        ]
+        columns += [*shares, "bits/weight", "CPU s"]
+        found = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        parts.append("\n".join([*found, *(line(row, own[row], best if whose else {}) for row in [*peers, *ours])]))
+    return "\n\n".join(parts)
+
+
+def line(row: str, entry: dict[str, Any], best: Mapping[str, float] = MappingProxyType({})) -> str:
+    """One row of Markdown; `best` has the KL to divide by, by corpus."""
+    cells = [f"{method_of(row)}{' (peer)' * bool(entry.get('peer'))}"]
+    for name in CORPORA:
+        own = entry[name]
+        cells += [f"{own['ppl']:.3f}", f"{own['kl']:.4f} ({own['kl_se']:.4f})", f"{own['top1']:.4f}"]
+    cells += [f"{entry[name]['kl'] / limit:.2f}" for name, limit in best.items()]
+    cells += [f"{entry['bits_per_weight']:.3f}" if "bits_per_weight" in entry else ""]
+    cells += [f"{entry['cpu_seconds']:.0f}" if "cpu_seconds" in entry else ""]
+    return f"| {' | '.join(cells)} |"
+
+
+def method_of(row: str) -> str:
+    return row.partition("-")[0]
+
+
+def grid_of(row: str) -> str:
+    return row.partition("-")[2] or "the original"
 
 
 if __name__ == "__main__":

@@ -37,8 +37,8 @@ def test_the_quality_job_removes_the_checkpoints_it_made_and_no_other(
         made.mkdir()
         return str(made), {}
 
-    gap = {"kl": 0.1, "kl_se_window": 0.01, "top1": 0.9}
-    scores = SimpleNamespace(to_json=lambda: {"ppl": 10.0, "divergence": gap})
+    gap = SimpleNamespace(kl=0.1, kl_se=0.001, kl_se_window=0.01, top1=0.9)
+    scores = SimpleNamespace(ppl=10.0, divergence=gap)
     seen = []
     monkeypatch.setattr(job, "make", make)
     monkeypatch.setattr(job, "load_tokenizer", lambda path: None)
@@ -47,14 +47,16 @@ def test_the_quality_job_removes_the_checkpoints_it_made_and_no_other(
     monkeypatch.setattr(job, "hidden_states", lambda model, tokens: seen.append(model))
     monkeypatch.setattr(job, "evaluate_windows", lambda *args: scores)
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    command = f"job model --data {tmp_path} --out {tmp_path}/rows.json --work {work} --rows fp,{made.name},{given}"
+    command = (
+        f"job model --data {tmp_path} --out {tmp_path}/rows.json --work {work} --rows fp,{made.name},peer-4-sym={given}"
+    )
     monkeypatch.setattr(sys, "argv", command.split())
     job.main()
-    assert list(json.loads((tmp_path / "rows.json").read_text())) == ["fp", made.name, str(given)]
+    assert list(json.loads((tmp_path / "rows.json").read_text())) == ["fp", made.name, "peer-4-sym"]
     assert given.is_dir() and not made.exists()
     assert seen == ["model", "model", str(made), str(made), str(given), str(given)]
     score = "10.000 | 0.1000 (0.0100) | 0.9000"
-    assert f"| `work/peer` | {score} | {score} |  |  |" in capsys.readouterr().out
+    assert f"| peer (peer) | {score} | {score} | 1.00 | 1.00 |  |  |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("asym", [False, True])
