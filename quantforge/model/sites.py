@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from quantforge.errors import SourceError
+from quantforge.formats import SiteShape
 from quantforge.model.skeleton import KeyMap, find_stack, is_conv1d
 
 ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}
@@ -29,6 +30,11 @@ class LinearSite:
     out_features: int
     in_features: int
     kind: str
+
+    @property
+    def shape(self) -> SiteShape:
+        """The site as formats see it."""
+        return SiteShape(self.name, self.out_features, self.in_features, self.kind)
 
 
 @dataclass(frozen=True)

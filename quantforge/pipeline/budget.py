@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quantforge.formats import CheckpointFacts, Format, SiteShape
+from quantforge.formats import CheckpointFacts, Format
 from quantforge.model.sites import LinearSite
 from quantforge.numerics.knapsack import Option, bounds
 from quantforge.pipeline.grids import FUSED, matches
@@ -92,7 +92,7 @@ def _supported(
     offered: tuple[int, ...] = CANDIDATES,
 ) -> tuple[int, ...]:
     """Candidate bits that every format can hold; those that were asked for and cannot be held are problems."""
-    shapes = [SiteShape(site.name, site.out_features, site.in_features, site.kind) for site in sites]
+    shapes = [site.shape for site in sites]
     supported = []
     for bits in recipe.candidate_bits or offered:
         grids = {name: spec if _settled(recipe, name) else replace(spec, bits=bits) for name, spec in specs.items()}

@@ -1,37 +1,53 @@
 """What writing and verifying need of quantized weights, whether a run made them or another checkpoint holds them."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from quantforge.formats import SiteShape
 from quantforge.model.source import Checkpoint
 from quantforge.quantized import QuantizedWeight
+from quantforge.readers import DecodedWeight
 from quantforge.spec import ActivationSpec, QuantSpec
 
 
 class Contents(Protocol):
-    """A checkpoint in the making.
+    """A checkpoint in the making. Attributes:
 
-    Attributes:
-        source: where config, side files and every tensor that is neither a site nor changed are copied from.
-        shapes: the sites by checkpoint name (without ``.weight``), in the order in which they are written.
-        specs: the grid of each.
-        activations: the grid of the sites' inputs, None when they stay in floating point.
-        packed: keys of `source` that belong to sites and are not copied (``<site>.weight``, or packed tensors).
-        changed: keys of `source` whose values are to be replaced by those of `tensor`.
+    source: where side files and every tensor that is neither a site's nor changed nor unused are copied from.
+    config: config.json, without ``quantization_config``.
+    shapes: the sites by checkpoint name (without ``.weight``).
+    specs: the grid of each.
+    activations: the grid of the sites' inputs, None when they stay in floating point.
+    packed: keys of `source` that hold a site, with its name (``<site>.weight``, or packed tensors). They are not
+        copied; what the site is made of is written in the place of the first.
+    changed: keys of `source` whose values are to be replaced by those of `tensor`.
+    unused: keys of `source` that are not written, as they only repeat another tensor.
     """
 
-    source: Checkpoint
-    shapes: Mapping[str, SiteShape]
-    specs: Mapping[str, QuantSpec]
-    activations: ActivationSpec | None
-    packed: frozenset[str]
-    changed: frozenset[str]
+    @property
+    def source(self) -> Checkpoint: ...
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+    @property
+    def shapes(self) -> Mapping[str, SiteShape]: ...
+    @property
+    def specs(self) -> Mapping[str, QuantSpec]: ...
+    @property
+    def activations(self) -> ActivationSpec | None: ...
+    @property
+    def packed(self) -> Mapping[str, str]: ...
+    @property
+    def changed(self) -> frozenset[str]: ...
+    @property
+    def unused(self) -> frozenset[str]: ...
 
     def weight(self, name: str) -> QuantizedWeight:
-        """The codes, scales and zeros of one site."""
+        """The codes, scales and zeros of one site, to be encoded."""
+
+    def expected(self, name: str) -> QuantizedWeight | DecodedWeight:
+        """What one site must read back as: the same codes, and bit for bit the same dequantized weights."""
 
     def tensor(self, key: str) -> torch.Tensor:
         """What replaces a changed tensor."""

@@ -4,9 +4,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from quantforge.calibration import CalibrationSet
+from quantforge.model.source import Checkpoint
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.workspace import Workspace
+from quantforge.quantized import QuantizedWeight
 from quantforge.recipe import Recipe
 from quantforge.report import Allocation
 
@@ -42,3 +46,35 @@ class Job:
 def needs_tokens(recipe: Recipe, plan: Plan) -> bool:
     """Whether calibration tokens are needed: to observe inputs, to choose bits, or to tune scales."""
     return plan.needs_gram or recipe.budget is not None or recipe.tune_epochs > 0
+
+
+class Solved:
+    """Implements `contents.Contents` over the committed layers of a run."""
+
+    def __init__(self, plan: Plan, workspace: Workspace) -> None:
+        source = plan.streamed.source
+        assert isinstance(source, Checkpoint)
+        self._plan, self._workspace = plan, workspace
+        self._sites = {site.name: site for site in plan.sites}
+        self._floats = workspace.floats()
+        self.source = source
+        self.config: Mapping[str, Any] = source.config
+        self.shapes = {site.name: site.shape for site in plan.sites}
+        self.specs = plan.specs
+        self.activations = plan.activations
+        self.packed = {f"{name}.weight": name for name in self._sites}
+        self.changed = frozenset(self._floats)
+        self.unused = frozenset(source.tensors.keys() - plan.checkpoint.tensors.keys())
+
+    def weight(self, name: str) -> QuantizedWeight:
+        """The committed site."""
+        site = self._sites[name]
+        return self._workspace.weight(site.layer, name, site.in_features)
+
+    def expected(self, name: str) -> QuantizedWeight:
+        """The same."""
+        return self.weight(name)
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """What a transform made of a tensor."""
+        return self._workspace.float_tensor(self._floats[key], key)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from quantforge.errors import PlanError, UsageError
-from quantforge.formats import SiteShape, load_format
+from quantforge.formats import load_format
 from quantforge.methods import Method, OptionValue
 from quantforge.model.memory import memory_bytes
 from quantforge.model.packed import quantization_config
@@ -211,7 +211,7 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None) -> Plan:
         rest_bytes = _rest_bytes(checkpoint, grids.sites)
         units = plan_units(recipe, grids.sites, grids.specs, formats, rest_bytes, problems, notes)
     elif not problems:
-        shapes = [SiteShape(s.name, s.out_features, s.in_features, s.kind) for s in grids.sites]
+        shapes = [site.shape for site in grids.sites]
         for target in formats:
             problems += [f"{target.name}: {problem}" for problem in target.problems(grids.specs, shapes)]
     if recipe.tune_epochs:

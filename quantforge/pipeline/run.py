@@ -21,7 +21,7 @@ from quantforge.pipeline.allocate import allocate_plan, with_bits
 from quantforge.pipeline.calibrate import calibrate, keep_sampled
 from quantforge.pipeline.files import disk_errors, sync_directory
 from quantforge.pipeline.influence import gather_weights
-from quantforge.pipeline.job import Job
+from quantforge.pipeline.job import Job, Solved
 from quantforge.pipeline.layers import solve_layers
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.tune import tune_scales
@@ -116,14 +116,15 @@ def finish(job: Job) -> Generator[Event, None, None]:
         report = replace(report, allocation=job.allocation, warnings=job.allocation.warnings + report.warnings)
     _refuse_if_strict(recipe, report.warnings)
     staged = workspace.fresh_output()
+    contents = Solved(plan, workspace)
     outputs: list[OutputReport] = []
     for name in plan.formats:
         directory = staged if len(plan.formats) == 1 else staged / name
         directory.mkdir(exist_ok=True)
         yield Assembling(name)
-        report = _write(directory, name, job, report)
+        report = _write(directory, name, job, contents, report)
         yield Verifying(name)
-        verify_checkpoint(directory, plan, workspace)
+        verify_checkpoint(directory, contents)
         outputs.append(_output_report(plan, name, directory))
     if len(plan.formats) > 1:
         write_json(staged / REPORT_FILE, {"fingerprint": job.fingerprint})
@@ -261,9 +262,9 @@ def _refuse_if_strict(recipe: Recipe, warnings: Sequence[str]) -> None:
         raise QuantforgeError(f"--strict: {len(warnings)} warnings, nothing was published\n{lines}")
 
 
-def _write(directory: Path, name: str, job: Job, report: RunReport) -> RunReport:
+def _write(directory: Path, name: str, job: Job, contents: Solved, report: RunReport) -> RunReport:
     """Write one export with its report; returns the report, with what was left behind in its notes."""
-    recipe, plan, workspace = job.recipe, job.plan, job.workspace
+    recipe, plan = job.recipe, job.plan
     facts = CheckpointFacts(
         specs=plan.specs,
         kept=plan.kept_linears,
@@ -271,7 +272,7 @@ def _write(directory: Path, name: str, job: Job, report: RunReport) -> RunReport
         modules={site.name: site.module for site in plan.sites if site.module != site.name},
         activations=plan.activations,
     )
-    skipped = write_checkpoint(directory, plan, workspace, load_format(name), facts, recipe.max_shard_bytes)
+    skipped = write_checkpoint(directory, contents, load_format(name), facts, recipe.max_shard_bytes)
     if skipped:
         report = replace(report, notes=(f"not copied from the source: {', '.join(skipped)}",))
     settings = recipe.model_dump(mode="json", exclude={"model", "output"} | ({"bits"} if recipe.budget else set()))

@@ -1,4 +1,4 @@
-"""Re-open a written checkpoint with an independent reader and require exactly what the solver produced.
+"""Re-open a written checkpoint with an independent reader and require exactly what was to be written.
 
 Nothing of the writing side is used here: files are opened with the safetensors library, packed tensors are decoded by
 `quantforge.readers`, which is written from the formats' specifications.
@@ -13,8 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from quantforge.errors import SourceError, VerifyError
 from quantforge.model.activations import activation_spec
-from quantforge.pipeline.plan import Plan
-from quantforge.pipeline.workspace import Workspace
+from quantforge.pipeline.contents import Contents
 from quantforge.readers import Reader, load_reader
 
 SHOWN_PROBLEMS = 20
@@ -55,7 +54,7 @@ class _Files:
             return found
 
 
-def verify_checkpoint(directory: Path, plan: Plan, workspace: Workspace) -> int:
+def verify_checkpoint(directory: Path, contents: Contents) -> int:
     """Compare every tensor of a written checkpoint; returns how many were compared.
 
     Raises VerifyError with every mismatch: a site whose codes or dequantized weights differ in a single bit, a copied
@@ -68,25 +67,23 @@ def verify_checkpoint(directory: Path, plan: Plan, workspace: Workspace) -> int:
     quantization: dict[str, Any] = config.get("quantization_config", {})
     reader = load_reader(str(quantization.get("quant_method")))
     grouped = reader.group_keys(files.where)
-    expected = {site.name for site in plan.sites}
+    expected = contents.shapes.keys()
     problems += [f"{name}: written, but not planned" for name in sorted(grouped.keys() - expected)]
     problems += [f"{name}: planned, but not written" for name in sorted(expected - grouped.keys())]
 
     packed: set[str] = set()
-    for site in plan.sites:
-        if site.name in grouped:
-            packed |= set(grouped[site.name].values())
-            solved = workspace.weight(site.layer, site.name, site.in_features)
-            problems += _check_site(files, reader, quantization, site.name, grouped[site.name], solved, plan)
-    copied = [key for key in plan.checkpoint.tensors if key.removesuffix(".weight") not in expected]
-    changed = workspace.floats()
+    for name in contents.shapes:
+        if name in grouped:
+            packed |= set(grouped[name].values())
+            problems += _check_site(files, reader, quantization, name, grouped[name], contents)
+    copied = [key for key in contents.source.tensors if key not in contents.packed and key not in contents.unused]
     for key in copied:
         if key not in files.where:
             problems.append(f"{key}: missing")
-        elif key in changed:
-            if not _same_bytes(files.tensor(key), workspace.float_tensor(changed[key], key)):
+        elif key in contents.changed:
+            if not _same_bytes(files.tensor(key), contents.tensor(key)):
                 problems.append(f"{key}: differs from what the transform made of it")
-        elif not _same_bytes(files.tensor(key), plan.checkpoint.read(key)):
+        elif not _same_bytes(files.tensor(key), contents.source.read(key)):
             problems.append(f"{key}: differs from the source")
     problems += [f"{key}: nobody asked for it" for key in sorted(files.where.keys() - packed - set(copied))]
     total_bytes = sum(_tensor_bytes(files, name) for name in sorted(set(files.where.values())))
@@ -104,8 +101,7 @@ def _check_site(
     quantization: dict[str, Any],
     name: str,
     keys: dict[str, str],
-    solved: Any,
-    plan: Plan,
+    contents: Contents,
 ) -> list[str]:
     try:
         scheme = reader.scheme(quantization, name)
@@ -114,17 +110,17 @@ def _check_site(
     except SourceError as error:
         return [f"{name}: {error}"]
     problems = []
-    if activations != plan.activations:
-        problems.append(f"{name}: config says {activations} of its inputs, planned were {plan.activations}")
+    if activations != contents.activations:
+        problems.append(f"{name}: config says {activations} of its inputs, planned were {contents.activations}")
     described = (scheme.bits, scheme.group_size, scheme.symmetric)
-    spec = plan.specs[name]
+    spec, expected = contents.specs[name], contents.expected(name)
     wanted = (spec.bits, spec.group_size, spec.symmetric)
     if described != wanted:
-        problems.append(f"{name}: config says {described} (bits, group size, symmetric), solved with {wanted}")
-    if not torch.equal(decoded.codes, solved.codes):
-        differing = int((decoded.codes != solved.codes).sum())
-        problems.append(f"{name}: {differing} of {solved.codes.numel()} codes differ")
-    elif not torch.equal(decoded.dequantize(), solved.dequantize()):
+        problems.append(f"{name}: config says {described} (bits, group size, symmetric), planned was {wanted}")
+    if not torch.equal(decoded.codes, expected.codes):
+        differing = int((decoded.codes != expected.codes).sum())
+        problems.append(f"{name}: {differing} of {expected.codes.numel()} codes differ")
+    elif not torch.equal(decoded.dequantize(), expected.dequantize()):
         problems.append(f"{name}: same codes, but different dequantized weights")
     return problems
 

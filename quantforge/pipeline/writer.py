@@ -14,9 +14,8 @@ from quantforge.errors import SourceError
 from quantforge.formats import CheckpointFacts, Format
 from quantforge.model.shards import DTYPE_NAMES, DTYPES, INDEX_FILE, SINGLE_FILE
 from quantforge.model.source import Checkpoint
+from quantforge.pipeline.contents import Contents
 from quantforge.pipeline.files import durable, sync_directory
-from quantforge.pipeline.plan import Plan
-from quantforge.pipeline.workspace import Workspace
 from quantforge.spec import QuantSpec
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"}
@@ -31,17 +30,12 @@ SIDE_DIRECTORIES = ("additional_chat_templates",)
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor to write.
-
-    `site` is the index into the plan's sites that produces it, `layer` the one whose transform changed it; with neither
-    it is a copy of `key`.
-    """
+    """A tensor to write: one of those that encode `site`, or with None the source's tensor of that name."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
-    site: int | None
-    layer: int | None = None
+    site: str | None
 
     @property
     def total_bytes(self) -> int:
@@ -52,27 +46,25 @@ class _Entry:
 
 
 def write_checkpoint(
-    directory: Path, plan: Plan, workspace: Workspace, chosen: Format, facts: CheckpointFacts, max_shard_bytes: int
+    directory: Path, contents: Contents, chosen: Format, facts: CheckpointFacts, max_shard_bytes: int
 ) -> tuple[str, ...]:
     """Write weights, config and side files into an empty directory; `sync_tree` must follow before it is published.
 
     Returns the names of what is left behind of the source, sorted: weights that are not part of the checkpoint, side
     files over the limit, and directories (with a slash). What is hidden, caches and the model card are not named.
     """
-    entries = _entries(plan, workspace, chosen, facts)
+    entries = _entries(contents, chosen, facts)
     shards = _split(entries, max_shard_bytes)
     names = [SINGLE_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
-        _write_shard(directory / name, shard, plan, workspace, chosen, facts)
+        _write_shard(directory / name, shard, contents, chosen, facts)
     total_bytes = sum(entry.total_bytes for entry in entries)
     if len(shards) > 1:
         weight_map = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         write_json(directory / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-    source = plan.streamed.source
-    assert isinstance(source, Checkpoint)
-    side_files, skipped = _side_files(source, directory)
-    _copy_side_files(source.path, directory, side_files)
-    write_json(directory / "config.json", plan.checkpoint.config | {"quantization_config": chosen.config(facts)})
+    side_files, skipped = _side_files(contents.source, directory)
+    _copy_side_files(contents.source.path, directory, side_files)
+    write_json(directory / "config.json", {**contents.config, "quantization_config": chosen.config(facts)})
     for file, content in chosen.side_files(facts).items():
         write_json(directory / file, content)
     return skipped
@@ -90,26 +82,27 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
         handle.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def _entries(plan: Plan, workspace: Workspace, chosen: Format, facts: CheckpointFacts) -> list[_Entry]:
+def _entries(contents: Contents, chosen: Format, facts: CheckpointFacts) -> list[_Entry]:
     """Every output tensor, in the source's order; one site of each shape and grid is encoded to learn its tensors."""
-    by_key = {f"{site.name}.weight": index for index, site in enumerate(plan.sites)}
     layouts: dict[tuple[int, int, QuantSpec], list[tuple[str, str, tuple[int, ...]]]] = {}
-    changed = workspace.floats()
     entries: list[_Entry] = []
-    seen: set[str] = set()
-    for key, info in plan.checkpoint.tensors.items():
-        index = by_key.get(key)
-        if index is None:
-            entries.append(_Entry(key, info.dtype, info.shape, None, changed.get(key)))
+    placed: set[str] = set()
+    for key, info in contents.source.tensors.items():
+        name = contents.packed.get(key)
+        if name is None:
+            if key not in contents.unused:
+                entries.append(_Entry(key, info.dtype, info.shape, None))
             continue
-        site = plan.sites[index]
-        shape = (site.out_features, site.in_features, plan.specs[site.name])
+        if name in placed:
+            continue
+        placed.add(name)
+        site = contents.shapes[name]
+        shape = (site.out_features, site.in_features, contents.specs[name])
         if shape not in layouts:
-            encoded = _encode(index, plan, workspace, chosen, facts)
-            layouts[shape] = [
-                (name[len(site.name) :], DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in encoded.items()
-            ]
-        entries += [_Entry(site.name + suffix, dtype, dims, index) for suffix, dtype, dims in layouts[shape]]
+            encoded = chosen.encode(name, contents.weight(name), facts)
+            layouts[shape] = [(key[len(name) :], DTYPE_NAMES[t.dtype], tuple(t.shape)) for key, t in encoded.items()]
+        entries += [_Entry(name + suffix, dtype, dims, name) for suffix, dtype, dims in layouts[shape]]
+    seen: set[str] = set()
     for entry in entries:
         if entry.key in seen:
             raise SourceError(f"the export would hold {entry.key} twice; the source already has a tensor of that name")
@@ -137,8 +130,7 @@ def _shard_name(index: int, count: int) -> str:
 def _write_shard(
     file: Path,
     shard: list[_Entry],
-    plan: Plan,
-    workspace: Workspace,
+    contents: Contents,
     chosen: Format,
     facts: CheckpointFacts,
 ) -> None:
@@ -155,24 +147,17 @@ def _write_shard(
         handle.write(struct.pack("<Q", len(raw)) + raw)
         encoded: dict[str, torch.Tensor] = {}
         for entry in shard:
-            if entry.layer is not None:
-                _write_tensor(handle, entry, workspace.float_tensor(entry.layer, entry.key))
-            elif entry.site is None:
-                plan.checkpoint.copy_bytes(entry.key, handle)
-            else:
+            if entry.site is not None:
                 if entry.key not in encoded:
-                    encoded = _encode(entry.site, plan, workspace, chosen, facts)
+                    encoded = chosen.encode(entry.site, contents.weight(entry.site), facts)
                 _write_tensor(handle, entry, encoded[entry.key])
+            elif entry.key in contents.changed:
+                _write_tensor(handle, entry, contents.tensor(entry.key))
+            else:
+                contents.source.copy_bytes(entry.key, handle)
     expected = 8 + len(raw) + offset
     if file.stat().st_size != expected:
         raise SourceError(f"{file} has {file.stat().st_size} bytes after writing, expected {expected}")
-
-
-def _encode(
-    index: int, plan: Plan, workspace: Workspace, chosen: Format, facts: CheckpointFacts
-) -> dict[str, torch.Tensor]:
-    site = plan.sites[index]
-    return chosen.encode(site.name, workspace.weight(site.layer, site.name, site.in_features), facts)
 
 
 def _write_tensor(handle: Any, entry: _Entry, tensor: torch.Tensor) -> None:
