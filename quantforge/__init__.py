@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantforge.errors import QuantforgeError
+    from quantforge.pipeline.convert import convert_checkpoint
     from quantforge.pipeline.describe import describe_checkpoint
     from quantforge.pipeline.many import plan_many, quantize_many
     from quantforge.pipeline.plan import make_plan
@@ -37,6 +38,7 @@ __all__ = [
     "Recipe",
     "Rule",
     "__version__",
+    "convert_checkpoint",
     "describe_checkpoint",
     "evaluate_checkpoint",
     "load_recipe",
@@ -50,6 +52,7 @@ _HOMES = {
     "QuantforgeError": "errors",
     "Recipe": "recipe",
     "Rule": "rules",
+    "convert_checkpoint": "pipeline.convert",
     "describe_checkpoint": "pipeline.describe",
     "evaluate_checkpoint": "pipeline.score",
     "load_recipe": "reading",

@@ -6,7 +6,7 @@ import torch
 
 from quantforge.spec import QuantSpec
 
-SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,16 +19,24 @@ class QuantizedWeight:
         scale: [out, groups] in the stored dtype of `spec`, finite. It may be negative, which turns a grid round: a
             symmetric one then reaches one step further up than down (`numerics.grid.searched_grid`).
         zero: uint8 [out, groups], 0 .. spec.code_max; all equal to spec.symmetric_zero when symmetric.
+        group_index: int64 [in], the group of each input, where that is not the whole of `group_size` inputs after
+            another: in checkpoints of other tools, whose inputs may be in any order and whose last group may be short.
     """
 
     spec: QuantSpec
     codes: torch.Tensor
     scale: torch.Tensor
     zero: torch.Tensor
+    group_index: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         out_features, in_features = self.codes.shape
-        expected = (out_features, self.spec.groups(in_features))
+        if self.group_index is None:
+            expected = (out_features, self.spec.groups(in_features))
+        else:
+            expected = (out_features, int(self.group_index.max()) + 1)
+            if tuple(self.group_index.shape) != (in_features,) or int(self.group_index.min()) < 0:
+                raise ValueError(f"group_index must give each of {in_features} inputs a group")
         if tuple(self.scale.shape) != expected or tuple(self.zero.shape) != expected:
             raise ValueError(
                 f"scale {tuple(self.scale.shape)} and zero {tuple(self.zero.shape)} must both be {expected} for "
@@ -54,11 +62,15 @@ class QuantizedWeight:
 
     def dequantize(self) -> torch.Tensor:
         """The weights this grid stands for, float32 [out, in]; exact, because code * scale fits a float32 mantissa."""
+        if self.group_index is not None:
+            offsets = self.codes.to(torch.float32) - self.zero.to(torch.float32)[:, self.group_index]
+            return offsets * self.scale.to(torch.float32)[:, self.group_index]
         scale = self.scale.to(torch.float32).unsqueeze(-1)
         return (self.offsets(torch.float32) * scale).reshape(self.codes.shape)
 
     def offsets(self, dtype: torch.dtype) -> torch.Tensor:
         """``codes - zero``, by which scales are multiplied, [out, groups, group] in a signed `dtype`."""
+        assert self.group_index is None, "groups of any order have no such shape"
         grouped = self.codes.to(dtype).reshape(*self.scale.shape, -1)
         return grouped - self.zero.to(dtype).unsqueeze(-1)
 
@@ -69,4 +81,5 @@ class QuantizedWeight:
             self.codes[start:stop].contiguous(),
             self.scale[start:stop].contiguous(),
             self.zero[start:stop].contiguous(),
+            self.group_index,
         )

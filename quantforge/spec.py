@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from quantforge.errors import UsageError
 
 Bits = Literal[2, 3, 4, 8]
-ScaleDtype = Literal["float16", "bfloat16"]
+ScaleDtype = Literal["float16", "bfloat16", "float32"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class QuantSpec:
         group_size: consecutive input columns that share a scale; None means the whole row (per channel).
         symmetric: the zero is fixed at 2^(bits-1); otherwise each group has its own zero.
         scale_dtype: dtype the scale is stored in. ``bfloat16`` scales are kept exactly representable in
-            float16 as well, so one grid can be exported to formats of either dtype.
+            float16 as well, so one grid can be exported to formats of either dtype. ``float32`` is never chosen here;
+            other tools write it.
     """
 
     bits: int
@@ -34,7 +35,7 @@ class QuantSpec:
         if self.group_size is not None and self.group_size < 1:
             raise UsageError(f"group_size must be positive, or None for one scale per row; got {self.group_size}")
         if self.scale_dtype not in get_args(ScaleDtype):
-            raise UsageError(f"scale_dtype must be float16 or bfloat16; got {self.scale_dtype}")
+            raise UsageError(f"scale_dtype must be one of {', '.join(get_args(ScaleDtype))}; got {self.scale_dtype}")
 
     @property
     def code_max(self) -> int:
@@ -57,12 +58,12 @@ class QuantSpec:
         return 1 if self.group_size is None else in_features // self.group_size
 
     def bits_per_weight(self, in_features: int) -> float:
-        """The grid's own bits per weight: codes, scales (16 bits) and, when asymmetric, zeros (`bits` bits).
+        """The grid's own bits per weight: codes, scales and, when asymmetric, zeros (`bits` bits).
 
         A format may store a little more (gptq: zeros of symmetric grids too, and the group of each input;
         compressed-tensors: the shape). `describe_checkpoint` counts what a checkpoint really holds.
         """
-        per_group = 16 + (0 if self.symmetric else self.bits)
+        per_group = (32 if self.scale_dtype == "float32" else 16) + (0 if self.symmetric else self.bits)
         return self.bits + per_group * self.groups(in_features) / in_features
 
     def label(self) -> str:

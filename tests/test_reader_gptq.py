@@ -120,8 +120,9 @@ def test_auto_round_settings_of_one_site_win_over_the_general_ones() -> None:
     config = {**PLAIN, "packing_format": "auto_round:auto_gptq", "extra_config": extra}
     assert scheme(config, SITE) == Scheme(8, 32, True, "gptq")
     assert scheme(config, "model.layers.7.mlp.up_proj") == Scheme(4, None, True, "gptq")
-    with pytest.raises(SourceError, match="'auto_round:auto_awq' cannot be read"):
-        scheme({**config, "packing_format": "auto_round:auto_awq"}, SITE)
+    assert scheme({**config, "packing_format": "auto_round:auto_awq"}, "a") == Scheme(4, 32, True, "gemm")
+    with pytest.raises(SourceError, match="'auto_round:fp8' cannot be read"):
+        scheme({**config, "packing_format": "auto_round:fp8"}, SITE)
 
 
 def test_quantized_sites_are_found_and_other_tensors_are_left_alone() -> None:

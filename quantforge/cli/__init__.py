@@ -17,6 +17,7 @@ import typer
 import typer.main
 
 from quantforge import __version__
+from quantforge.cli.convert import convert
 from quantforge.cli.eval import evaluate
 from quantforge.cli.flags import FlagCommand
 from quantforge.cli.inspect import inspect
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.command("quantize", cls=FlagCommand, short_help="Quantize a checkpoint and verify what was written.")(quantize)
 app.command("eval", short_help="Perplexity, and KL and top-1 against a reference.")(evaluate)
 app.command("inspect", short_help="What a checkpoint holds, and what was left alone.")(inspect)
+app.command("convert", short_help="The same weights in another format, exactly.")(convert)
 app.add_typer(recipes, name="recipes", short_help="Recipes that come with the package: list, show, copy.")
 
 

@@ -21,6 +21,7 @@ from quantforge.shipped import summary_of
 
 if TYPE_CHECKING:
     from quantforge.evaluate.divergence import EvalResult
+    from quantforge.pipeline.convert import Conversion
     from quantforge.pipeline.describe import CheckpointDescription
     from quantforge.pipeline.plan import Plan
 
@@ -255,6 +256,25 @@ class Ui:
         )
         self._kept(found.kept)
         self._table(("file", "size"), [(name, _file_size(size)) for name, size in found.files.items()])
+
+    def conversion(self, done: "Conversion") -> None:
+        """What was written in another format."""
+        if self.as_json:
+            self._json(done.to_json())
+            return
+        self._facts(
+            [
+                ("source", f"{done.source} ({done.source_format})"),
+                ("grid", f"{done.spec_label}, {done.scale_dtype} scales, {done.sites} sites"),
+                ("output", f"{done.output} ({done.format}, {done.tensors} tensors, equal to the source's)"),
+                ("size", megabytes(done.total_bytes)),
+            ]
+        )
+        for note in done.notes:
+            if note.startswith("warning:"):
+                self.warn(note)
+            else:
+                self._facts([("note", note)])
 
     def recipes(self, shipped: Sequence[tuple[str, str, Recipe]]) -> None:
         """The recipes that come with the package: name, text, what it says."""

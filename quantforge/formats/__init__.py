@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
-from quantforge.errors import UsageError
+from quantforge.errors import NumericsError, UsageError
 from quantforge.quantized import QuantizedWeight
 from quantforge.registry import load, names_in
-from quantforge.spec import ActivationSpec, QuantSpec
+from quantforge.spec import ActivationSpec, QuantSpec, ScaleDtype
+
+NAMED_SITES = 3
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class CheckpointFacts:
         has_zero_zero: some group of some site has a zero of 0.
         modules: the module path of each site whose checkpoint name is another.
         activations: the grid of the sites' inputs, None when they stay in floating point.
+        act_order: the inputs of some site are in groups by an order of their own.
     """
 
     specs: Mapping[str, QuantSpec]
@@ -47,6 +50,7 @@ class CheckpointFacts:
     has_zero_zero: bool
     modules: Mapping[str, str] = field(default_factory=dict)
     activations: ActivationSpec | None = None
+    act_order: bool = False
 
     def by_spec(self) -> dict[QuantSpec, list[str]]:
         """Each distinct grid with the names of its sites, checkpoint and module names; the commonest first."""
@@ -67,6 +71,8 @@ class Format:
         config: the ``quantization_config`` object of config.json.
         activations: True when it can say that the inputs of sites are quantized too.
         side_files: further JSON files of the format by file name (for example ``quantize_config.json``).
+        scale_dtype: the dtype in which it stores scales, None when any will do.
+        group_index: True when it stores the group of each input (`QuantizedWeight.group_index`).
     """
 
     name: str
@@ -76,6 +82,8 @@ class Format:
     config: Callable[[CheckpointFacts], dict[str, Any]]
     side_files: Callable[[CheckpointFacts], dict[str, dict[str, Any]]]
     activations: bool = False
+    scale_dtype: ScaleDtype | None = None
+    group_index: bool = False
 
 
 def sites_by_spec(specs: Mapping[str, QuantSpec], sites: Iterable[SiteShape]) -> dict[QuantSpec, list[SiteShape]]:
@@ -84,6 +92,43 @@ def sites_by_spec(specs: Mapping[str, QuantSpec], sites: Iterable[SiteShape]) ->
     for site in sites:
         found.setdefault(specs[site.name], []).append(site)
     return found
+
+
+def conv1d(name: str, sites: Iterable[SiteShape]) -> list[str]:
+    """The problem of a format for which a site is a Linear module; none when all are."""
+    wrong = [site.name for site in sites if site.kind != "linear"]
+    if not wrong:
+        return []
+    more = f" and {len(wrong) - NAMED_SITES} more" if len(wrong) > NAMED_SITES else ""
+    return [
+        f"{name} quantizes Linear modules only, and {len(wrong)} sites are Conv1D: {', '.join(wrong[:NAMED_SITES])}"
+        f"{more}; use --format gptq"
+    ]
+
+
+def ragged(name: str, which: str, bits: int, multiple: int, sites: Iterable[SiteShape], advice: str = "") -> list[str]:
+    """The problem of sites whose `which` (``in_features`` or ``out_features``) does not fill whole words; or none."""
+    wrong = [site for site in sites if getattr(site, which) % multiple]
+    if not wrong:
+        return []
+    shapes = ", ".join(f"{site.name} [{site.out_features}, {site.in_features}]" for site in wrong)
+    return [
+        f"{name} needs {which} to be a multiple of {multiple} at {bits} bits (whole 32-bit words), which [out, in] is "
+        f"not at {shapes}; add these to ignore{advice}"
+    ]
+
+
+def as_float16(scale: torch.Tensor, name: str) -> torch.Tensor:
+    """Scales of a site for a format that stores float16; NumericsError when one would change."""
+    stored = scale.to(torch.float16)
+    changed = stored.to(torch.float32) != scale.to(torch.float32)
+    if bool(changed.any()):
+        example = float(scale[changed][0])
+        raise NumericsError(
+            f"{name}: {int(changed.sum())} of {scale.numel()} scales cannot be stored in float16 exactly, such as "
+            f"{example:.9g}, which would become {float(stored[changed][0]):.9g}; solve with scale_dtype: float16"
+        )
+    return stored
 
 
 def format_names() -> list[str]:

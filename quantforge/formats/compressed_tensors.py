@@ -22,14 +22,11 @@ from typing import Any
 
 import torch
 
-from quantforge.formats import CheckpointFacts, Format, SiteShape, sites_by_spec
+from quantforge.formats import CheckpointFacts, Format, SiteShape, conv1d, ragged, sites_by_spec
 from quantforge.numerics.bits import pack_codes, period
 from quantforge.patterns import covering
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import ActivationSpec, QuantSpec
-
-NAMED_SITES = 3
-
 
 _EXPERT = re.compile(r".*\.experts(\..*)?")
 _ALL_EXPERTS = r"re:.*\.experts(\..*)?$"
@@ -38,34 +35,14 @@ _ALL_EXPERTS = r"re:.*\.experts(\..*)?$"
 
 def problems(specs: Mapping[str, QuantSpec], sites: list[SiteShape]) -> list[str]:
     """Sites that are no Linear modules, and sites whose rows (or packed zeros) do not fill whole 32-bit words."""
-    found = []
-    conv1d = [site.name for site in sites if site.kind != "linear"]
-    if conv1d:
-        named = ", ".join(conv1d[:NAMED_SITES]) + (
-            f" and {len(conv1d) - NAMED_SITES} more" * (len(conv1d) > NAMED_SITES)
-        )
-        found.append(
-            f"compressed-tensors quantizes Linear modules only, and {len(conv1d)} sites are Conv1D: {named}; "
-            "use --format gptq"
-        )
+    found = conv1d("compressed-tensors", sites)
     for spec, own in sites_by_spec(specs, sites).items():
         multiple, _ = period(spec.bits)
-        ragged_in = [site for site in own if site.in_features % multiple]
-        if ragged_in:
-            found.append(_ragged("in_features", spec, ragged_in))
-        ragged_out = [site for site in own if site.out_features % multiple]
-        if ragged_out and not spec.symmetric:
-            found.append(_ragged("out_features", spec, ragged_out) + ", or make the grid symmetric (no zeros to pack)")
+        found += ragged("compressed-tensors", "in_features", spec.bits, multiple, own)
+        if not spec.symmetric:
+            advice = ", or make the grid symmetric (no zeros to pack)"
+            found += ragged("compressed-tensors", "out_features", spec.bits, multiple, own, advice)
     return found
-
-
-def _ragged(which: str, spec: QuantSpec, sites: list[SiteShape]) -> str:
-    multiple, _ = period(spec.bits)
-    shapes = ", ".join(f"{site.name} [{site.out_features}, {site.in_features}]" for site in sites)
-    return (
-        f"compressed-tensors needs {which} to be a multiple of {multiple} at {spec.bits} bits (whole 32-bit words), "
-        f"which [out, in] is not at {shapes}; add these to ignore"
-    )
 
 
 def encode(name: str, weight: QuantizedWeight, facts: CheckpointFacts) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ Per site (specification: GPTQModel's ``qlinear`` packers; bits 2, 3, 4, 8):
 | qweight | [in * bits / 32, out] | int32 | codes, a dense bit stream along the input |
 | qzeros | [groups, out * bits / 32] | int32 | zeros, a stream along the output |
 | scales | [groups, out] | float16 | scales |
-| g_idx | [in] | int32 | group of each input, ``i // group_size`` |
+| g_idx | [in] | int32 | group of each input: ``i // group_size``, unless the grid has an order of its own |
 
 Version 1 stores zero - 1, which a zero of 0 would wrap; a checkpoint that has one is written as version 2
 (``checkpoint_format: gptq_v2``), which stores the zero itself.
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from quantforge import __version__
-from quantforge.errors import NumericsError
-from quantforge.formats import CheckpointFacts, Format, SiteShape, sites_by_spec
+from quantforge.formats import CheckpointFacts, Format, SiteShape, as_float16, ragged, sites_by_spec
 from quantforge.numerics.bits import pack_codes, period
 from quantforge.patterns import covering
 from quantforge.quantized import QuantizedWeight
@@ -37,13 +36,7 @@ def problems(specs: Mapping[str, QuantSpec], sites: list[SiteShape]) -> list[str
     for spec, own in sites_by_spec(specs, sites).items():
         multiple, _ = period(spec.bits)
         for which in ("in_features", "out_features"):
-            ragged = [site for site in own if getattr(site, which) % multiple]
-            if ragged:
-                shapes = ", ".join(f"{site.name} [{site.out_features}, {site.in_features}]" for site in ragged)
-                found.append(
-                    f"gptq needs {which} to be a multiple of {multiple} at {spec.bits} bits (whole 32-bit words), "
-                    f"which [out, in] is not at {shapes}; add these to ignore"
-                )
+            found += ragged("gptq", which, spec.bits, multiple, own)
     return found
 
 
@@ -55,25 +48,15 @@ def encode(name: str, weight: QuantizedWeight, facts: CheckpointFacts) -> dict[s
         if not bool(zero.all()):
             raise ValueError(f"{name}: a zero of 0 in a checkpoint said to have none; gptq version 1 cannot hold it")
         zero = zero - 1
-    group_size = spec.group_size or weight.in_features
+    group_index = weight.group_index
+    if group_index is None:
+        group_index = torch.arange(weight.in_features) // (spec.group_size or weight.in_features)
     return {
         f"{name}.qweight": pack_codes(weight.codes, spec.bits, dim=1).t().contiguous(),
         f"{name}.qzeros": pack_codes(zero, spec.bits, dim=0).t().contiguous(),
-        f"{name}.scales": _as_float16(weight.scale, name).t().contiguous(),
-        f"{name}.g_idx": torch.arange(weight.in_features, dtype=torch.int32) // group_size,
+        f"{name}.scales": as_float16(weight.scale, name).t().contiguous(),
+        f"{name}.g_idx": group_index.to(torch.int32),
     }
-
-
-def _as_float16(scale: torch.Tensor, name: str) -> torch.Tensor:
-    stored = scale.to(torch.float16)
-    changed = stored.to(torch.float32) != scale.to(torch.float32)
-    if bool(changed.any()):
-        example = float(scale[changed][0])
-        raise NumericsError(
-            f"{name}: {int(changed.sum())} of {scale.numel()} scales cannot be stored in float16 exactly, such as "
-            f"{example:.9g}, which would become {float(stored[changed][0]):.9g}; solve with scale_dtype: float16"
-        )
-    return stored
 
 
 def config(facts: CheckpointFacts) -> dict[str, Any]:
@@ -93,7 +76,7 @@ def config(facts: CheckpointFacts) -> dict[str, Any]:
         "quant_method": "gptq",
         "bits": grid["bits"],
         "group_size": grid["group_size"],
-        "desc_act": False,
+        "desc_act": facts.act_order,
         "sym": grid["sym"],
         "lm_head": any(_is_head(name) for name in quantized),
         "checkpoint_format": "gptq_v2" if facts.has_zero_zero else "gptq",
@@ -167,4 +150,6 @@ FORMAT = Format(
     encode=encode,
     config=config,
     side_files=side_files,
+    scale_dtype="float16",
+    group_index=True,
 )

@@ -13,10 +13,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextmanager
-def disk_errors(*works: Path) -> Iterator[None]:
+def disk_errors(*works: Path, kept: bool = True) -> Iterator[None]:
     """The one place where what the system refuses becomes a message: a full disk, missing rights, a name too long.
 
-    `works` are the work directories.
+    `works` are the work directories; `kept` says that finished layers stay in them.
     """
     try:
         yield
@@ -24,9 +24,12 @@ def disk_errors(*works: Path) -> Iterator[None]:
         file = error.filename2 or error.filename or works[0]
         reason = "the disk is full" if error.errno in FULL else error.strerror or str(error)
         advice = "free some space" if error.errno in FULL else "remove the cause, or choose another --output,"
+        layers = (
+            f"; finished layers are kept in {', '.join(map(str, works))}. To continue" if kept else ". To try again"
+        )
         raise WorkspaceError(
-            f"{reason}: {file} could not be written or read. Nothing was published; finished layers are kept in "
-            f"{', '.join(map(str, works))}. To continue, {advice} and run the same command again."
+            f"{reason}: {file} could not be written or read. Nothing was published{layers}, {advice} and run the same "
+            "command again."
         ) from error
 
 

@@ -320,9 +320,11 @@ def choose_device(name: str) -> str:
 
 
 def _choose_scale_dtype(recipe: Recipe, checkpoint: Checkpoint) -> ScaleDtype:
-    """Scales in the model's own 16-bit dtype; float32 models are served in float16, so float16 for them."""
-    if recipe.scale_dtype != "auto":
-        return recipe.scale_dtype
+    return scale_dtype_of(checkpoint) if recipe.scale_dtype == "auto" else recipe.scale_dtype
+
+
+def scale_dtype_of(checkpoint: Checkpoint) -> ScaleDtype:
+    """The model's own 16-bit dtype; float32 models are served in float16, so float16 for them."""
     text = checkpoint.config.get("text_config")
     text = text if isinstance(text, dict) else {}
     dtype = next(

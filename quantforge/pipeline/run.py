@@ -19,7 +19,7 @@ from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import TOKENS_PER_BATCH
 from quantforge.pipeline.allocate import allocate_plan, with_bits
 from quantforge.pipeline.calibrate import calibrate, keep_sampled
-from quantforge.pipeline.files import disk_errors, sync_directory
+from quantforge.pipeline.files import disk_errors
 from quantforge.pipeline.influence import gather_weights
 from quantforge.pipeline.job import Job, Solved
 from quantforge.pipeline.layers import solve_layers
@@ -27,7 +27,7 @@ from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.tune import tune_scales
 from quantforge.pipeline.verify import verify_checkpoint
 from quantforge.pipeline.workspace import Workspace, discard, owned, work_directory
-from quantforge.pipeline.writer import sync_tree, write_checkpoint, write_json
+from quantforge.pipeline.writer import publish, write_checkpoint, write_json
 from quantforge.recipe import Recipe
 from quantforge.report import (
     Allocated,
@@ -128,11 +128,7 @@ def finish(job: Job) -> Generator[Event, None, None]:
         outputs.append(_output_report(plan, name, directory))
     if len(plan.formats) > 1:
         write_json(staged / REPORT_FILE, {"fingerprint": job.fingerprint})
-    if os.path.lexists(plan.output):
-        raise WorkspaceError(f"{plan.output} appeared during the run; the finished output is in {staged}")
-    sync_tree(staged)
-    os.rename(staged, plan.output)
-    sync_directory(plan.output.resolve().parent)
+    publish(staged, plan.output)
     workspace.discard()
     yield RunFinished(replace(report, outputs=tuple(outputs)))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from quantforge.errors import SourceError
+from quantforge.errors import SourceError, WorkspaceError
 from quantforge.formats import CheckpointFacts, Format
 from quantforge.model.shards import DTYPE_NAMES, DTYPES, INDEX_FILE, SINGLE_FILE
 from quantforge.model.source import Checkpoint
@@ -19,7 +19,9 @@ from quantforge.pipeline.files import durable, sync_directory
 from quantforge.spec import QuantSpec
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"}
-REPLACED_FILES = {"config.json", "quantize_config.json"}
+REPLACED_FILES = {"config.json", "quantize_config.json", "quantization_config.json", "quant_config.json"}
+"""What describes the quantization, under the names that tools give it."""
+
 SOURCES_OWN = {"README.md", "__pycache__"}
 """The model card makes claims and gives numbers that are not the quantized model's."""
 
@@ -48,7 +50,7 @@ class _Entry:
 def write_checkpoint(
     directory: Path, contents: Contents, chosen: Format, facts: CheckpointFacts, max_shard_bytes: int
 ) -> tuple[str, ...]:
-    """Write weights, config and side files into an empty directory; `sync_tree` must follow before it is published.
+    """Write weights, config and side files into an empty directory, which `publish` then gives its name.
 
     Returns the names of what is left behind of the source, sorted: weights that are not part of the checkpoint, side
     files over the limit, and directories (with a slash). What is hidden, caches and the model card are not named.
@@ -68,6 +70,15 @@ def write_checkpoint(
     for file, content in chosen.side_files(facts).items():
         write_json(directory / file, content)
     return skipped
+
+
+def publish(staged: Path, output: Path) -> None:
+    """Give a finished directory its final name, durably; WorkspaceError when the name has been taken meanwhile."""
+    if os.path.lexists(output):
+        raise WorkspaceError(f"{output} appeared during the run; the finished output is in {staged}")
+    sync_tree(staged)
+    os.rename(staged, output)
+    sync_directory(output.resolve().parent)
 
 
 def sync_tree(directory: Path) -> None:

@@ -32,7 +32,15 @@ def group_keys(keys: Iterable[str]) -> dict[str, dict[str, str]]:
 
 def scheme(config: Mapping[str, Any], site: str) -> Scheme:
     """The config's settings, with the first ``dynamic`` rule that matches the site applied."""
-    settings: Mapping[str, Any] = config
+    settings = with_dynamic(config, site)
+    version = config.get("checkpoint_format") or config.get("format") or "gptq"
+    if version not in ("gptq", "gptq_v2"):
+        raise SourceError(f"quantization_config: checkpoint_format is {version!r}; readable: 'gptq', 'gptq_v2'")
+    return plain_scheme(settings, version, site)
+
+
+def with_dynamic(config: Mapping[str, Any], site: str) -> Mapping[str, Any]:
+    """The config with the first ``dynamic`` rule that matches the site applied; SourceError when it skips the site."""
     dynamic = config.get("dynamic") or {}
     if not isinstance(dynamic, Mapping):
         raise SourceError(f"quantization_config: dynamic is {dynamic!r}; expected a mapping of patterns to settings")
@@ -41,12 +49,8 @@ def scheme(config: Mapping[str, Any], site: str) -> Scheme:
         if matches(pattern, site, "dynamic"):
             if rule.startswith("-:"):
                 raise SourceError(f"{site} has packed tensors, but dynamic rule {rule!r} says it is not quantized")
-            settings = with_override(config, override, site)
-            break
-    version = config.get("checkpoint_format") or config.get("format") or "gptq"
-    if version not in ("gptq", "gptq_v2"):
-        raise SourceError(f"quantization_config: checkpoint_format is {version!r}; readable: 'gptq', 'gptq_v2'")
-    return plain_scheme(settings, version, site)
+            return with_override(config, override, site)
+    return config
 
 
 def with_override(config: Mapping[str, Any], override: Any, site: str) -> Mapping[str, Any]:
