@@ -87,6 +87,16 @@ def tiny_llama_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One layer of GPT-2, whose linear layers are Conv1D and have biases. Read only."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    path = tmp_path_factory.mktemp("tiny-gpt2") / "tiny-gpt2"
+    GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=1, n_head=2)).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text to calibrate on: 6000 words in an order of their own."""
     import torch

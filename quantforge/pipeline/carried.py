@@ -60,7 +60,7 @@ class Carried:
         self._packed, self._progress = packed, progress
         self._layout = model.layout
         self.source = packed.checkpoint
-        self.config: Mapping[str, Any] = _without_quantization(packed.config)
+        self.config: Mapping[str, Any] = without_quantization(packed.config)
         self.packed = {key: name for name, parts in packed.sites.items() for key in parts.values()}
         self.changed: frozenset[str] = frozenset()
         self.unused = frozenset(model.duplicates)
@@ -193,9 +193,9 @@ def _beyond(packed: PackedCheckpoint) -> list[str]:
     return problems
 
 
-def _without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
     """config.json without ``quantization_config``, also where multimodal models keep it."""
     rest = {key: value for key, value in config.items() if key != "quantization_config"}
     if isinstance(text := rest.get("text_config"), dict):
-        rest["text_config"] = _without_quantization(text)
+        rest["text_config"] = without_quantization(text)
     return rest
