@@ -48,7 +48,7 @@ def test_help_takes_little_more_than_python_and_the_command_line_library_themsel
         ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT)
         assert ran.returncode == 0
         if "--help" in arguments:
-            assert all(verb in ran.stdout for verb in ("quantize", "eval", "inspect"))
+            assert all(verb in ran.stdout for verb in ("quantize", "eval", "inspect", "convert"))
         after = os.times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
@@ -56,7 +56,7 @@ def test_help_takes_little_more_than_python_and_the_command_line_library_themsel
     assert min(own for own, _ in pairs) < 0.3 + 2 * min(bare for _, bare in pairs)
 
 
-@pytest.mark.parametrize("verb", ["quantize", "eval", "inspect"])
+@pytest.mark.parametrize("verb", ["quantize", "eval", "inspect", "convert"])
 def test_every_verb_shows_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
     assert f"quantforge {verb} ./" in capsys.readouterr().out

@@ -11,7 +11,7 @@ from handmade import edit_config, edit_quantization, in_other_order, pack, quant
 from random_grids import random_weight, shared_folder
 from safetensors.torch import load_file, save_file
 
-from quantforge import convert_checkpoint
+from quantforge import Recipe, convert_checkpoint, make_plan, quantize
 from quantforge.cli import main
 from quantforge.errors import PlanError, SourceError, UsageError, VerifyError, WorkspaceError
 from quantforge.model.packed import PackedCheckpoint, open_any
@@ -193,6 +193,19 @@ def test_conv1d_sites_stay_in_gptq(tiny_gpt2: Path, tmp_path: Path) -> None:
     for name in ("awq", "compressed-tensors"):
         said = refusal(tmp_path / "in", name, tmp_path / "refused")
         assert f"{name} quantizes Linear modules only, and 4 sites are Conv1D: " in said
+
+
+def test_a_converted_export_of_a_run_is_the_one_the_run_would_have_written(tiny_llama: Path, tmp_path: Path) -> None:
+    formats = ("gptq", "awq", "gptq-v2", "compressed-tensors")
+    recipe = Recipe(
+        model=str(tiny_llama), output=str(tmp_path / "run"), method="rtn", group_size=64, symmetric=False,
+        formats=formats,
+    )  # fmt: skip
+    assert list(quantize(recipe, make_plan(recipe)))
+    for one, other in zip(formats, (*formats[1:], formats[0]), strict=True):
+        convert_checkpoint(tmp_path / "run" / one, other, tmp_path / other)
+        for file in ("model.safetensors", "config.json"):
+            assert (tmp_path / other / file).read_bytes() == (tmp_path / "run" / other / file).read_bytes(), other
 
 
 # ------------------------------------------------------------------------------------------------ everything else
