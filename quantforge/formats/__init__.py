@@ -5,9 +5,10 @@ To add a format, write ``formats/<name>.py`` with a module constant ``FORMAT: Fo
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -60,6 +61,64 @@ class CheckpointFacts:
         return names
 
 
+class Stored(Protocol):
+    """A tensor as its header describes it: a safetensors dtype name, and a shape."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Source(Protocol):
+    """What a container takes from the source: directory, config.json, headers, and tensors in their stored dtype."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def tensors(self) -> Mapping[str, Stored]: ...
+    def read(self, key: str) -> torch.Tensor: ...
+
+
+class Written(Protocol):
+    """What a container is written from; the pipeline's `Contents`, which see, are this."""
+
+    @property
+    def source(self) -> Source: ...
+    @property
+    def shapes(self) -> Mapping[str, SiteShape]: ...
+    @property
+    def specs(self) -> Mapping[str, QuantSpec]: ...
+    @property
+    def packed(self) -> Collection[str]: ...
+    @property
+    def changed(self) -> Collection[str]: ...
+    @property
+    def unused(self) -> Collection[str]: ...
+    def weight(self, name: str) -> QuantizedWeight: ...
+    def tensor(self, key: str) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Container:
+    """A file of a format's own that takes the place of safetensors files.
+
+    Attributes:
+        suffix: of the file's name.
+        problems: (source, names of the sites, keys of the source that are not copied) -> every reason why this model
+            cannot be written, whatever its grids. Called before any weight is read.
+        write: makes the file; it is flushed to the disk by the caller.
+        bits_per_weight: stored bits of a weight of a grid, scales included.
+    """
+
+    suffix: str
+    problems: Callable[[Source, Collection[str], Collection[str]], list[str]]
+    write: Callable[[Path, Written], None]
+    bits_per_weight: Callable[[QuantSpec], float]
+
+
 @dataclass(frozen=True)
 class Format:
     """How quantized weights are laid out in a checkpoint. Plain functions, no state.
@@ -73,6 +132,7 @@ class Format:
         side_files: further JSON files of the format by file name (for example ``quantize_config.json``).
         scale_dtype: the dtype in which it stores scales, None when any will do.
         group_index: True when it stores the group of each input (`QuantizedWeight.group_index`).
+        container: how it is written where that is not safetensors.
     """
 
     name: str
@@ -84,6 +144,7 @@ class Format:
     activations: bool = False
     scale_dtype: ScaleDtype | None = None
     group_index: bool = False
+    container: Container | None = None
 
 
 def sites_by_spec(specs: Mapping[str, QuantSpec], sites: Iterable[SiteShape]) -> dict[QuantSpec, list[SiteShape]]:

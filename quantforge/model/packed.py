@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from quantforge.errors import SourceError
-from quantforge.model.source import Checkpoint, TensorSource, open_checkpoint
+from quantforge.model.gguf_file import gguf_files, open_gguf
+from quantforge.model.source import Checkpoint, TensorSource, open_checkpoint, resolve_model
 from quantforge.readers import DecodedWeight, Reader, Scheme, load_reader
 
 
@@ -61,7 +62,10 @@ class PackedCheckpoint:
 
 def open_any(model: str | Path, *, allow_pickle: bool = False) -> TensorSource:
     """Open a float or quantized checkpoint; SourceError when it is quantized in a way no reader knows."""
-    checkpoint = open_checkpoint(model, allow_pickle=allow_pickle)
+    path = resolve_model(model, allow_pickle=allow_pickle)
+    if gguf_files(path) and not any(path.glob("*.safetensors")):
+        return open_gguf(path)
+    checkpoint = open_checkpoint(path, allow_pickle=allow_pickle)
     config = quantization_config(checkpoint)
     if config is None:
         return checkpoint
@@ -72,7 +76,7 @@ def open_any(model: str | Path, *, allow_pickle: bool = False) -> TensorSource:
     return PackedCheckpoint(checkpoint, reader, sites, {site: reader.scheme(config, site) for site in sites})
 
 
-def quantization_config(checkpoint: Checkpoint) -> dict[str, Any] | None:
+def quantization_config(checkpoint: TensorSource) -> dict[str, Any] | None:
     """The config's ``quantization_config``, also where multimodal models keep it; None for a float checkpoint."""
     text = checkpoint.config.get("text_config")
     for config in (checkpoint.config, text if isinstance(text, dict) else {}):

@@ -1,14 +1,19 @@
 """What a checkpoint holds, from its config and headers; no weights are read."""
 
+import math
+import re
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from quantforge.model.gguf_file import GgufCheckpoint
 from quantforge.model.packed import PackedCheckpoint, open_any, quantization_config
-from quantforge.model.shards import DTYPES
 from quantforge.model.sites import ModelLayout
 from quantforge.model.source import Checkpoint
 from quantforge.model.streamed import StreamedModel
+
+BLOCK = 32
 
 
 @dataclass(frozen=True)
@@ -52,27 +57,27 @@ def describe_checkpoint(
     source = open_any(path, allow_pickle=allow_pickle)
     layout: ModelLayout = StreamedModel(source, trust_remote_code=trust_remote_code).layout
     checkpoint = source.checkpoint if isinstance(source, PackedCheckpoint) else source
-    assert isinstance(checkpoint, Checkpoint)
+    assert isinstance(checkpoint, Checkpoint | GgufCheckpoint)
     rows: tuple[SiteRow, ...] = ()
     scheme = "not quantized"
     kept = dict(layout.kept)
-    sites: dict[str, dict[str, str]] = {}
+    labels: list[str] = []
+    packed_keys = {key for key in checkpoint.tensors if checkpoint.is_packed(key)}
     if isinstance(source, PackedCheckpoint):
-        sites = source.sites
+        packed_keys = {key for parts in source.sites.values() for key in parts.values()}
         rows = tuple(_row(source, layout))
-        counted = Counter(scheme.label() for scheme in source.schemes.values())
-        scheme = "; ".join(f"{label}: {count} sites" for label, count in counted.most_common())
+        labels = [scheme.label() for scheme in source.schemes.values()]
+    elif isinstance(source, GgufCheckpoint):
+        rows = tuple(_blocks(source))
+        labels = [f"{source.tensors[key].kind}, blocks of {BLOCK}" for key in packed_keys]
+    if labels:
+        scheme = "; ".join(f"{label}: {count} sites" for label, count in Counter(labels).most_common())
     packed = {row.name for row in rows}
     kept |= {f"{site.module}.weight": "left in floating point" for site in layout.sites if site.name not in packed}
     weights = sum(row.shape[0] * row.shape[1] for row in rows)
     stored_bits = sum(row.bits_per_weight * row.shape[0] * row.shape[1] for row in rows)
     config = quantization_config(checkpoint) or {}
-    packed_keys = {key for parts in sites.values() for key in parts.values()}
-    floats = sum(
-        info.total_bytes // DTYPES[info.dtype].itemsize
-        for key, info in checkpoint.tensors.items()
-        if key not in packed_keys
-    )
+    floats = sum(math.prod(info.shape) for key, info in checkpoint.tensors.items() if key not in packed_keys)
     return CheckpointDescription(
         path=str(path),
         model_type=str(checkpoint.config.get("model_type", "unknown")),
@@ -100,3 +105,13 @@ def _row(source: PackedCheckpoint, layout: ModelLayout) -> list[SiteRow]:
         inputs = None if scheme.activations is None else scheme.activations.label()
         rows.append(SiteRow(name, shape, scheme.bits, scheme.group_size, 8 * stored / (shape[0] * shape[1]), inputs))
     return rows
+
+
+def _blocks(source: GgufCheckpoint) -> Iterator[SiteRow]:
+    """The matrices of a GGUF file that are stored as blocks; a block is a group of its own."""
+    for key, tensor in source.tensors.items():
+        if source.is_packed(key):
+            out_features, in_features = tensor.shape
+            stored = 8 * tensor.total_bytes / (out_features * in_features)
+            bits = int(re.findall(r"\d", tensor.kind)[0])
+            yield SiteRow(key.removesuffix(".weight"), (out_features, in_features), bits, BLOCK, stored)

@@ -60,10 +60,13 @@ def write_atomically(file: Path, *parts: bytes | memoryview) -> None:
     sync_directory(file.parent)
 
 
-def sync_directory(path: Path) -> None:
-    """Make renames in a directory durable."""
+def sync_file(path: Path) -> None:
+    """Make what was written to a file, or renamed in a directory, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+sync_directory = sync_file

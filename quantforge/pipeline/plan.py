@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from quantforge.errors import PlanError, UsageError
-from quantforge.formats import load_format
+from quantforge.formats import Format, load_format
 from quantforge.methods import Method, OptionValue
 from quantforge.model.memory import memory_bytes
 from quantforge.model.packed import quantization_config
@@ -19,7 +19,7 @@ from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.budget import Unit, plan_units
 from quantforge.pipeline.disk import plan_weighing
-from quantforge.pipeline.grids import choose_grids, split_fused
+from quantforge.pipeline.grids import Grids, choose_grids, split_fused
 from quantforge.pipeline.method import Chosen, choose_method, refuse_floating_inputs
 from quantforge.recipe import Recipe, default_output
 from quantforge.spec import ActivationSpec, QuantSpec, ScaleDtype, label_of
@@ -111,10 +111,14 @@ class Plan:
     @property
     def bits_per_weight(self) -> float:
         """Mean stored bits of a quantized weight, scales and zeros included."""
-        return sum(
-            self.specs[site.name].bits_per_weight(site.in_features) * site.out_features * site.in_features
-            for site in self.sites
-        ) / max(1, self.weights)
+        return sum(self._stored_bits(site) for site in self.sites) / max(1, self.weights)
+
+    def _stored_bits(self, site: LinearSite) -> float:
+        """Of one site, in the largest export."""
+        spec = self.specs[site.name]
+        containers = [load_format(name).container for name in self.formats]
+        own = [spec.bits_per_weight(site.in_features) if c is None else c.bits_per_weight(spec) for c in containers]
+        return max(own) * site.out_features * site.in_features
 
     @property
     def rest_bytes(self) -> int:
@@ -206,6 +210,7 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None) -> Plan:
     checkpoint = replace(
         checkpoint, tensors={k: v for k, v in checkpoint.tensors.items() if k not in streamed.duplicates}
     )
+    problems += _container_problems(formats, checkpoint, grids)
     units: tuple[Unit, ...] = ()
     if not problems and recipe.budget is not None:
         rest_bytes = _rest_bytes(checkpoint, grids.sites)
@@ -289,6 +294,20 @@ def _misfits(streamed: StreamedModel, checkpoint: Checkpoint) -> Iterator[str]:
         yield "\n".join(
             [f"{checkpoint.path}: {len(wrong)} tensors do not fit config.json", *wrong[:SHOWN_TENSORS], *more]
         )
+
+
+def _container_problems(formats: Iterable[Format], checkpoint: Checkpoint, grids: Grids) -> Iterator[str]:
+    """Why a model cannot be written in the files of a format's own that were asked for."""
+    names = [site.name for site in grids.sites]
+    for target in formats:
+        if target.container is not None:
+            found = target.container.problems(checkpoint, names, [f"{name}.weight" for name in names])
+            yield from (f"{target.name}: {problem}" for problem in found)
+        if target.name == "gguf" and not all(spec.symmetric for spec in grids.specs.values()):
+            yield (
+                "gguf: a Q4_1 block holds its minimum -zero * scale in float16, where those of a run are hardly ever "
+                "exact; use symmetric grids"
+            )
 
 
 def _tuning_problems(streamed: StreamedModel, activations: ActivationSpec | None) -> Iterator[str]:

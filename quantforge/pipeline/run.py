@@ -14,6 +14,7 @@ from quantforge import __version__
 from quantforge.calibration import CalibrationSet
 from quantforge.errors import QuantforgeError, WorkspaceError
 from quantforge.formats import CheckpointFacts, load_format
+from quantforge.model.gguf_file import gguf_files, open_gguf
 from quantforge.model.skeleton import transformers_version
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import TOKENS_PER_BATCH
@@ -216,7 +217,7 @@ def already_published(recipe: Recipe, plan: Plan, fingerprint: Mapping[str, Any]
 
 def _output_report(plan: Plan, name: str, directory: Path) -> OutputReport:
     """A finished output, which may still lie in the work directory."""
-    files = open_checkpoint(directory)
+    files = open_gguf(directory) if gguf_files(directory) else open_checkpoint(directory)
     total_bytes = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
     return OutputReport(name, str(plan.output_of(name)), total_bytes, files.total_bytes, len(files.tensors))
 
@@ -268,7 +269,8 @@ def _write(directory: Path, name: str, job: Job, contents: Solved, report: RunRe
         modules={site.name: site.module for site in plan.sites if site.module != site.name},
         activations=plan.activations,
     )
-    skipped = write_checkpoint(directory, contents, load_format(name), facts, recipe.max_shard_bytes)
+    file_name = plan.output.name or "model"
+    skipped = write_checkpoint(directory, contents, load_format(name), facts, recipe.max_shard_bytes, file_name)
     if skipped:
         report = replace(report, notes=(f"not copied from the source: {', '.join(skipped)}",))
     settings = recipe.model_dump(mode="json", exclude={"model", "output"} | ({"bits"} if recipe.budget else set()))

@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from quantforge.errors import SourceError, VerifyError
 from quantforge.model.activations import activation_spec
 from quantforge.pipeline.contents import Contents
+from quantforge.pipeline.verify_gguf import check_gguf
 from quantforge.readers import Reader, load_reader
 
 SHOWN_PROBLEMS = 20
@@ -61,10 +62,21 @@ def verify_checkpoint(directory: Path, contents: Contents) -> int:
     tensor that differs from the source or from what a transform made of it, a tensor too many or too few, byte counts
     that do not add up, a config that does not describe the grid.
     """
-    files = _Files(directory)
-    problems = files.problems
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     quantization: dict[str, Any] = config.get("quantization_config", {})
+    if quantization.get("quant_method") == "gguf":
+        problems, count = check_gguf(directory, contents)
+    else:
+        problems, count = _check_safetensors(_Files(directory), quantization, contents)
+    if problems:
+        more = [f"... and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
+        raise VerifyError([f"{directory} does not read back:", *problems[:SHOWN_PROBLEMS], *more])
+    return count
+
+
+def _check_safetensors(files: _Files, quantization: dict[str, Any], contents: Contents) -> tuple[list[str], int]:
+    """Every mismatch, and how many tensors there are."""
+    problems = files.problems
     reader = load_reader(str(quantization.get("quant_method")))
     grouped = reader.group_keys(files.where)
     expected = contents.shapes.keys()
@@ -89,10 +101,7 @@ def verify_checkpoint(directory: Path, contents: Contents) -> int:
     total_bytes = sum(_tensor_bytes(files, name) for name in sorted(set(files.where.values())))
     if files.declared_bytes is not None and total_bytes != files.declared_bytes:
         problems.append(f"the index declares {files.declared_bytes} bytes, the files hold {total_bytes}")
-    if problems:
-        more = [f"... and {len(problems) - SHOWN_PROBLEMS} more"] if len(problems) > SHOWN_PROBLEMS else []
-        raise VerifyError([f"{directory} does not read back:", *problems[:SHOWN_PROBLEMS], *more])
-    return len(files.where)
+    return problems, len(files.where)
 
 
 def _check_site(

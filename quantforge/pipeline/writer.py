@@ -15,7 +15,7 @@ from quantforge.formats import CheckpointFacts, Format
 from quantforge.model.shards import DTYPE_NAMES, DTYPES, INDEX_FILE, SINGLE_FILE
 from quantforge.model.source import Checkpoint
 from quantforge.pipeline.contents import Contents
-from quantforge.pipeline.files import durable, sync_directory
+from quantforge.pipeline.files import durable, sync_directory, sync_file
 from quantforge.spec import QuantSpec
 
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot"}
@@ -48,22 +48,26 @@ class _Entry:
 
 
 def write_checkpoint(
-    directory: Path, contents: Contents, chosen: Format, facts: CheckpointFacts, max_shard_bytes: int
+    directory: Path,
+    contents: Contents,
+    chosen: Format,
+    facts: CheckpointFacts,
+    max_shard_bytes: int,
+    name: str = "model",
 ) -> tuple[str, ...]:
     """Write weights, config and side files into an empty directory, which `publish` then gives its name.
+
+    `name` is what a format whose container is one file calls it; such a file is not split.
 
     Returns the names of what is left behind of the source, sorted: weights that are not part of the checkpoint, side
     files over the limit, and directories (with a slash). What is hidden, caches and the model card are not named.
     """
-    entries = _entries(contents, chosen, facts)
-    shards = _split(entries, max_shard_bytes)
-    names = [SINGLE_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        _write_shard(directory / name, shard, contents, chosen, facts)
-    total_bytes = sum(entry.total_bytes for entry in entries)
-    if len(shards) > 1:
-        weight_map = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-        write_json(directory / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
+    if chosen.container is None:
+        _write_shards(directory, contents, chosen, facts, max_shard_bytes)
+    else:
+        whole = directory / f"{name}{chosen.container.suffix}"
+        chosen.container.write(whole, contents)
+        sync_file(whole)
     side_files, skipped = _side_files(contents.source, directory)
     _copy_side_files(contents.source.path, directory, side_files)
     write_json(directory / "config.json", {**contents.config, "quantization_config": chosen.config(facts)})
@@ -91,6 +95,21 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
     """JSON with a trailing newline, flushed to the disk."""
     with durable(file) as handle:
         handle.write((json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _write_shards(
+    directory: Path, contents: Contents, chosen: Format, facts: CheckpointFacts, max_shard_bytes: int
+) -> None:
+    """Safetensors files of bounded size, with an index when there are several."""
+    entries = _entries(contents, chosen, facts)
+    shards = _split(entries, max_shard_bytes)
+    names = [SINGLE_FILE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        _write_shard(directory / name, shard, contents, chosen, facts)
+    total_bytes = sum(entry.total_bytes for entry in entries)
+    if len(shards) > 1:
+        weight_map = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        write_json(directory / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
 def _entries(contents: Contents, chosen: Format, facts: CheckpointFacts) -> list[_Entry]:
