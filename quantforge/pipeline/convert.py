@@ -13,6 +13,7 @@ from typing import Any
 from quantforge import __version__
 from quantforge.errors import PlanError, WorkspaceError
 from quantforge.formats import NAMED_SITES, Format, format_names, load_format
+from quantforge.model.gguf_file import GgufCheckpoint
 from quantforge.model.packed import PackedCheckpoint, open_any, quantization_config
 from quantforge.pipeline.carried import Carried, Progress, Survey
 from quantforge.pipeline.files import disk_errors
@@ -81,6 +82,8 @@ def convert_checkpoint(
     """
     chosen, shard_bytes = load_format(format), parse_size(max_shard_size)
     packed = open_any(checkpoint, allow_pickle=allow_pickle)
+    if isinstance(packed, GgufCheckpoint):
+        raise PlanError([f"{packed.file} cannot be converted; start from the checkpoint that it was made from"])
     if not isinstance(packed, PackedCheckpoint):
         raise PlanError([f"{packed.path} is not quantized, so there is nothing to convert; see quantforge quantize"])
     target = Path(output or f"{packed.path.resolve().name}-{format}")
@@ -123,6 +126,9 @@ def _problems_of_headers(chosen: Format, contents: Carried) -> list[str]:
         )
     if len(contents.specs) == len(contents.shapes):
         problems += chosen.problems(contents.specs, list(contents.shapes.values()))
+    if chosen.container is not None:
+        left_out = {*contents.packed, *contents.unused}
+        problems += chosen.container.problems(contents.source, list(contents.shapes), left_out)
     return problems
 
 
@@ -158,7 +164,7 @@ def _write(
 ) -> Conversion:
     """Write and verify; `target` is the name it will have."""
     facts = contents.facts(survey)
-    skipped = write_checkpoint(staged, contents, chosen, facts, shard_bytes)
+    skipped = write_checkpoint(staged, contents, chosen, facts, shard_bytes, target.name)
     source_format = str((quantization_config(contents.source) or {}).get("quant_method"))
     write_json(staged / REPORT_FILE, _report(contents, source_format, chosen.name))
     tensors = verify_checkpoint(staged, contents)

@@ -3,8 +3,8 @@
     python scripts/servers/llama_cpp.py EXPORT [--model ORIGINAL] [--node DIRECTORY] [--prompt TEXT] [--count 24]
 
 Needs Python with quantforge[gguf], and node and npm. llama.cpp comes as built binaries in the npm package
-node-llama-cpp, which is installed into DIRECTORY the first time. Both start from the same text, for which the tokenizers
-must give the same ids. llama.cpp then continues greedily, and the tokens that it chose are scored in transformers, in
+node-llama-cpp, which is installed into DIRECTORY the first time. Both start from the same text, for which both
+tokenizers must give the same ids. llama.cpp then continues greedily, and the tokens that it chose are scored in transformers, in
 float32, on the weights that we read from the file: as they are, and once more with activations rounded where llama.cpp
 rounds them (to 8 bits in blocks of 32 before each quantized matrix, to bfloat16 before the head). With --model the
 original is asked, too, which shows what other weights look like. Exit status 1: other ids, or a mean difference above

@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from quantforge.errors import QuantforgeError
-from quantforge.formats import CheckpointFacts, Container, Format, SiteShape, sites_by_spec
+from quantforge.formats import NAMED_SITES, CheckpointFacts, Container, Format, SiteShape, sites_by_spec
 from quantforge.formats.gguf.blocks import BLOCK, bits_per_weight, block_type, inexact_groups, pack_blocks
 from quantforge.formats.gguf.file import model_problems, write_file
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
-
-NAMED_SITES = 3
 
 
 def problems(specs: Mapping[str, QuantSpec], sites: list[SiteShape]) -> list[str]:
@@ -65,5 +63,6 @@ FORMAT = Format(
     encode=encode,
     config=config,
     side_files=side_files,
+    scale_dtype="float16",
     container=Container(".gguf", model_problems, write_file, bits_per_weight),
 )

@@ -44,7 +44,7 @@ def inexact_groups(weight: QuantizedWeight) -> int:
 def pack_blocks(weight: QuantizedWeight) -> torch.Tensor:
     """The blocks of a matrix, uint8 [out, in / 32 * bytes of a block]. `inexact_groups` must be 0."""
     kind = block_type(weight.spec)
-    assert kind is not None and weight.in_features % BLOCK == 0
+    assert kind is not None and weight.in_features % BLOCK == 0 and weight.group_index is None
     scale = weight.scale.to(torch.float32)
     blocks = weight.codes.reshape(weight.out_features, -1, BLOCK)
     parts = [_per_block(scale, blocks)]

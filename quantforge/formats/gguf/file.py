@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quantforge.errors import QuantforgeError
+from quantforge.errors import QuantforgeError, UsageError
 from quantforge.formats import Source, Written
 from quantforge.formats.gguf.architecture import (
     ARCHITECTURES,
@@ -49,8 +49,11 @@ class _Entry:
 
 def model_problems(source: Source, sites: Collection[str], left_out: Collection[str]) -> list[str]:
     """Every reason why a model cannot be written as GGUF, whatever its grids; see `Container.problems`."""
-    gguf_package()
     config = source.config
+    try:
+        gguf_package()
+    except UsageError as error:
+        return [str(error)]
     if problems := list(config_problems(config)):
         return problems
     copied = [key for key in source.tensors if key not in left_out]
