@@ -13,7 +13,13 @@ const [file, prompt, count, threads] = process.argv.slice(2);
 
 const llama = await getLlama({gpu: false, build: "never", maxThreads: Number(threads), logLevel: LlamaLogLevel.error});
 const model = await llama.loadModel({modelPath: file});
-const context = await model.createContext({contextSize: 512, threads: Number(threads), flashAttention: false});
+const context = await model.createContext({
+    contextSize: 512,
+    threads: Number(threads),
+    flashAttention: false,
+    experimentalKvCacheKeyType: "F32",
+    experimentalKvCacheValueType: "F32"
+});
 const tokens = model.tokenize(prompt);
 const steps = [];
 let first = null;

@@ -1,5 +1,6 @@
 """The file itself, written with the package ``gguf``, one tensor in memory at a time."""
 
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -80,10 +81,10 @@ def write_file(file: Path, written: Written) -> None:
     gguf = gguf_package()
     _refuse_inexact(written)
     config = written.source.config
-    entries = list(_entries(written))
+    entries = sorted(_entries(written), key=_place)
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
     writer.add_type("model")
-    writer.add_name(str(config.get("_model_name_or_path") or config["model_type"]))
+    writer.add_name(str(config.get("_model_name_or_path") or (config.get("architectures") or ["model"])[0]))
     parameters = sum(int(np.prod(entry.shape)) for entry in entries)
     writer.add_size_label(gguf.size_label(parameters, parameters, 0, 0))
     add_hyperparameters(writer, config)
@@ -125,6 +126,12 @@ def _refuse_inexact(written: Written) -> None:
                 ]
             )
         )
+
+
+def _place(entry: _Entry) -> tuple[int, str]:
+    """Layer after layer, whatever the order of the source."""
+    layer = re.match(r"blk\.(\d+)\.", entry.name)
+    return (-1 if layer is None else int(layer[1]), entry.name)
 
 
 def _entries(written: Written) -> Iterator[_Entry]:
