@@ -16,6 +16,7 @@ LEVELS = {
     0: {
         "__init__",
         "errors",
+        "extras",
         "spec",
         "patterns",
         "recipe",
@@ -141,7 +142,8 @@ def test_readers_share_no_code_with_writers() -> None:
     wrong = [
         str(found)
         for found in ALL
-        if found.unit == "readers" and any((found.target + ".").startswith(name + ".") for name in writing)
+        if (found.unit == "readers" or found.file.name == "gguf_file.py")
+        and any((found.target + ".").startswith(name + ".") for name in writing)
     ]
     assert not wrong, "\n".join(wrong)
 

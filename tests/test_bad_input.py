@@ -170,7 +170,7 @@ def test_ignoring_everything_is_refused(recipe: Recipe, group_size: int | str) -
     ("changes", "says"),
     [
         ({"method": "magic"}, "unknown method 'magic'; known methods: gptq, rtn"),
-        ({"formats": ("gguf-ish",)}, "unknown format 'gguf-ish'; known formats: compressed-tensors, gptq"),
+        ({"formats": ("exl3",)}, "unknown format 'exl3'; known formats: awq, compressed-tensors, gguf, gptq, gptq-v2"),
         ({"formats": ("gptq", "gptq")}, "a format is given twice: gptq, gptq"),
         ({"options": {"dampening": 0.1}}, "method gptq has no option 'dampening'; its options are: act_order, "),
         ({"options": {"damping": 3.0}}, "gptq.damping must lie in [0, 1]; got 3.0"),

@@ -310,7 +310,7 @@ def test_a_wrong_version_label_is_refused_and_not_carried_over(tiny_llama: Path,
 def test_float_checkpoints_unknown_formats_and_taken_outputs_are_refused(tiny_llama: Path, tmp_path: Path) -> None:
     assert "is not quantized, so there is nothing to convert" in refusal(tiny_llama, "awq", tmp_path / "out")
     with pytest.raises(
-        UsageError, match="unknown format 'exl3'; known formats: awq, compressed-tensors, gptq, gptq-v2"
+        UsageError, match="unknown format 'exl3'; known formats: awq, compressed-tensors, gguf, gptq, gptq-v2"
     ):
         convert_checkpoint(tiny_llama, "exl3", tmp_path / "out")
     pack(tiny_llama, tmp_path / "in", "gptq", SYMMETRIC)

@@ -9,10 +9,10 @@ import gguf
 import pytest
 import torch
 
-from quantforge.errors import QuantforgeError
+from quantforge.errors import NumericsError
 from quantforge.formats import CheckpointFacts, SiteShape, load_format
 from quantforge.formats.gguf.architecture import add_hyperparameters, config_problems, rope_factors, row_order
-from quantforge.formats.gguf.blocks import block_type, inexact_groups, pack_blocks
+from quantforge.formats.gguf.blocks import block_type, pack_blocks
 from quantforge.formats.gguf.file import model_problems
 from quantforge.formats.gguf.vocabulary import LLAMA3, QWEN2, TEKKEN, pre_tokenizer_name, vocabulary_problems
 from quantforge.model.source import open_checkpoint
@@ -69,7 +69,7 @@ NIBBLES = bytes(low | (15 - low) << 4 for low in range(16))
     ],
 )
 def test_golden_bytes_of_a_block_of_each_type(weight: QuantizedWeight, expected: bytes) -> None:
-    assert pack_blocks(weight).numpy().tobytes() == expected
+    assert pack_blocks(weight, "x").numpy().tobytes() == expected
 
 
 @pytest.mark.parametrize(("bits", "symmetric"), [(4, True), (4, False), (8, True)])
@@ -80,19 +80,19 @@ def test_the_package_gguf_dequantizes_blocks_to_the_very_weights(
     bits: int, symmetric: bool, out_features: int, in_features: int, group: int | None
 ) -> None:
     weight = random_weight(QuantSpec(bits, group, symmetric, "float16"), out_features, in_features)
-    assert inexact_groups(weight) == 0
     kind = gguf.GGMLQuantizationType[str(block_type(weight.spec))]
-    found = gguf.quants.dequantize(pack_blocks(weight).numpy(), kind)
+    found = gguf.quants.dequantize(pack_blocks(weight, "x").numpy(), kind)
     assert torch.equal(torch.from_numpy(found), weight.dequantize())
 
 
-def test_groups_that_float16_cannot_hold_are_counted_and_never_encoded() -> None:
+def test_groups_that_float16_cannot_hold_are_never_encoded() -> None:
     tiny = weight_of(QuantSpec(4, 32), torch.zeros(1, 96), [[2.0**-26, 2.0**-20, 70000.0]])
-    assert inexact_groups(tiny) == 2
     odd = weight_of(QuantSpec(4, 32, False), torch.zeros(1, 96), [[255 / 256, 255 / 256, 254 / 256]], [[9, 7, 9]])
-    assert inexact_groups(odd) == 1, "255 * 9 takes 12 bits"
-    with pytest.raises(QuantforgeError, match="x: 1 of 3 groups are not exact in float16"):
-        FORMAT.encode("x", odd, CheckpointFacts({"x": odd.spec}, (), has_zero_zero=False))
+    facts = CheckpointFacts({"x": odd.spec}, (), has_zero_zero=False)
+    with pytest.raises(NumericsError, match="x: 2 of 3 scales cannot be stored in float16 exactly"):
+        FORMAT.encode("x", tiny, facts)
+    with pytest.raises(NumericsError, match="x, minima of its groups: 1 of 3 scales cannot be stored"):
+        FORMAT.encode("x", odd, facts)  # 255 * 9 takes 12 bits
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def canonical(name: str) -> str:
 
 def test_every_direct_dependency_is_pinned(project: dict[str, Any]) -> None:
     wanted = [*project["project"]["dependencies"]]
-    for extra in ("dev", "quickstart", "eval"):
+    for extra in ("dev", "quickstart", "gguf", "eval"):
         wanted += project["project"]["optional-dependencies"][extra]
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {canonical(line.split("==")[0]) for line in lines if "==" in line and not line.startswith("#")}

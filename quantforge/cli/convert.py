@@ -7,7 +7,9 @@ from typer import Argument, Option
 
 def convert(
     checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="Quantized checkpoint.", show_default=False)],
-    format: Annotated[str, Option("--format", help="compressed-tensors, gptq, gptq-v2 or awq.", show_default=False)],
+    format: Annotated[
+        str, Option("--format", help="compressed-tensors, gptq, gptq-v2, awq or gguf.", show_default=False)
+    ],
     output: Annotated[str | None, Option("--output", "-o", help="Directory. [CHECKPOINT-FORMAT]")] = None,
     max_shard_size: Annotated[str, Option(help="Largest file, such as 500MB.")] = "5GB",
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the checkpoint.")] = False,

@@ -132,6 +132,7 @@ class Format:
         side_files: further JSON files of the format by file name (for example ``quantize_config.json``).
         scale_dtype: the dtype in which it stores scales, None when any will do.
         group_index: True when it stores the group of each input (`QuantizedWeight.group_index`).
+        minima: True when it stores ``-zero * scale`` of asymmetric grids in its dtype of scales, not zeros.
         container: how it is written where that is not safetensors.
     """
 
@@ -144,6 +145,7 @@ class Format:
     activations: bool = False
     scale_dtype: ScaleDtype | None = None
     group_index: bool = False
+    minima: bool = False
     container: Container | None = None
 
 

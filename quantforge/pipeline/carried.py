@@ -35,6 +35,7 @@ class Survey:
         act_order: sites whose inputs are in groups by an order of their own.
         short: sites whose last group is short.
         inexact: for each dtype the sites with scales that it cannot hold, and how many.
+        minima: sites of asymmetric grids with groups whose ``-zero * scale`` float16 cannot hold, and how many.
     """
 
     scales: int = 0
@@ -44,6 +45,7 @@ class Survey:
     inexact: dict[ScaleDtype, dict[str, int]] = field(
         default_factory=lambda: {dtype: {} for dtype in get_args(ScaleDtype)}
     )
+    minima: dict[str, int] = field(default_factory=dict)
 
 
 class Carried:
@@ -124,8 +126,10 @@ class Carried:
                 found.short.append(name)
             exact = decoded.scale.to(torch.float32)
             for dtype, sites in found.inexact.items():
-                if changed := int((exact.to(SCALE_DTYPES[dtype]).to(torch.float32) != exact).sum()):
+                if changed := _changed(exact, SCALE_DTYPES[dtype]):
                     sites[name] = changed
+            if not self.specs[name].symmetric and (changed := _changed(decoded.zero * exact, torch.float16)):
+                found.minima[name] = changed
         return found
 
     def settle(self, survey: Survey, scale_dtype: ScaleDtype | None) -> None:
@@ -173,6 +177,11 @@ class Carried:
         seen.add(name)
         self._progress(what, len(seen), len(self.shapes))
         return decoded
+
+
+def _changed(values: torch.Tensor, dtype: torch.dtype) -> int:
+    """How many float32 values `dtype` cannot hold."""
+    return int((values.to(dtype).to(torch.float32) != values).sum())
 
 
 def _regular(spec: QuantSpec, in_features: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ What the other format cannot hold is refused, with every reason at once. The res
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -149,9 +149,18 @@ def _problems_of_values(chosen: Format, survey: Survey) -> list[str]:
         problems.append(
             f"{chosen.name} stores scales in {chosen.scale_dtype}, which cannot hold {sum(inexact.values())} of "
             f"{survey.scales} scales exactly, at {len(inexact)} sites: "
-            f"{_some([f'{name} ({count})' for name, count in inexact.items()])}"
+            f"{_counted(inexact)}"
+        )
+    if chosen.minima and survey.minima:
+        problems.append(
+            f"{chosen.name} stores minima, -zero * scale, in float16, which cannot hold {sum(survey.minima.values())} "
+            f"of {survey.scales} exactly, at {len(survey.minima)} sites: {_counted(survey.minima)}"
         )
     return problems
+
+
+def _counted(sites: Mapping[str, int]) -> str:
+    return _some([f"{name} ({count})" for name, count in sites.items()])
 
 
 def _some(names: list[str]) -> str:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from quantforge.errors import QuantforgeError
 from quantforge.formats import NAMED_SITES, CheckpointFacts, Container, Format, SiteShape, sites_by_spec
-from quantforge.formats.gguf.blocks import BLOCK, bits_per_weight, block_type, inexact_groups, pack_blocks
+from quantforge.formats.gguf.blocks import BLOCK, bits_per_weight, block_type, pack_blocks
 from quantforge.formats.gguf.file import model_problems, write_file
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
@@ -41,9 +40,7 @@ def problems(specs: Mapping[str, QuantSpec], sites: list[SiteShape]) -> list[str
 
 def encode(name: str, weight: QuantizedWeight, facts: CheckpointFacts) -> dict[str, torch.Tensor]:
     """The blocks of one site, its rows in the checkpoint's order, uint8 [out, bytes of a row]."""
-    if count := inexact_groups(weight):
-        raise QuantforgeError(f"{name}: {count} of {weight.scale.numel()} groups are not exact in float16")
-    return {f"{name}.weight": pack_blocks(weight)}
+    return {f"{name}.weight": pack_blocks(weight, name)}
 
 
 def config(facts: CheckpointFacts) -> dict[str, Any]:
@@ -64,5 +61,6 @@ FORMAT = Format(
     config=config,
     side_files=side_files,
     scale_dtype="float16",
+    minima=True,
     container=Container(".gguf", model_problems, write_file, bits_per_weight),
 )

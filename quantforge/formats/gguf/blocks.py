@@ -12,6 +12,7 @@ its scale in each. Arithmetic on these values is exact in float32, so servers ge
 
 import torch
 
+from quantforge.formats import as_float16
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
 
@@ -31,25 +32,18 @@ def bits_per_weight(spec: QuantSpec) -> float:
     return 8 * BLOCK_BYTES[kind] / BLOCK
 
 
-def inexact_groups(weight: QuantizedWeight) -> int:
-    """How many groups have a scale, or with Q4_1 a minimum ``-zero * scale``, that float16 cannot hold exactly."""
-    scale = weight.scale.to(torch.float32)
-    wrong = scale.to(torch.float16).to(torch.float32) != scale
-    if not weight.spec.symmetric:
-        least = -weight.zero.to(torch.float32) * scale  # exact: 4 bits times at most 11
-        wrong |= least.to(torch.float16).to(torch.float32) != least
-    return int(wrong.sum())
+def pack_blocks(weight: QuantizedWeight, name: str) -> torch.Tensor:
+    """The blocks of the site `name`, uint8 [out, in / 32 * bytes of a block].
 
-
-def pack_blocks(weight: QuantizedWeight) -> torch.Tensor:
-    """The blocks of a matrix, uint8 [out, in / 32 * bytes of a block]. `inexact_groups` must be 0."""
+    Raises NumericsError when float16 cannot hold a scale, or with Q4_1 a minimum ``-zero * scale``, exactly.
+    """
     kind = block_type(weight.spec)
     assert kind is not None and weight.in_features % BLOCK == 0 and weight.group_index is None
-    scale = weight.scale.to(torch.float32)
     blocks = weight.codes.reshape(weight.out_features, -1, BLOCK)
-    parts = [_per_block(scale, blocks)]
+    parts = [_per_block(as_float16(weight.scale, name), blocks)]
     if kind == "Q4_1":
-        parts.append(_per_block(-weight.zero.to(torch.float32) * scale, blocks))
+        minima = -weight.zero.to(torch.float32) * weight.scale.to(torch.float32)  # exact: 4 bits times at most 11
+        parts.append(_per_block(as_float16(minima, f"{name}, minima of its groups"), blocks))
     if kind == "Q8_0":
         parts.append(blocks ^ 0x80)  # code - 128, in two's complement
     else:
@@ -58,6 +52,6 @@ def pack_blocks(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def _per_block(values: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """One float16 for each block from one value a group, as bytes [out, blocks, 2]."""
-    repeated = values.to(torch.float16).repeat_interleave(blocks.shape[1] // values.shape[1], dim=1)
+    """One float16 for each block from one a group, as bytes [out, blocks, 2]."""
+    repeated = values.repeat_interleave(blocks.shape[1] // values.shape[1], dim=1)
     return repeated.unsqueeze(-1).contiguous().view(torch.uint8)

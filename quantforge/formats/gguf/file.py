@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quantforge.errors import QuantforgeError, UsageError
+from quantforge.errors import UsageError
 from quantforge.formats import Source, Written
 from quantforge.formats.gguf.architecture import (
     ARCHITECTURES,
@@ -20,13 +20,12 @@ from quantforge.formats.gguf.architecture import (
     row_order,
     tensor_names,
 )
-from quantforge.formats.gguf.blocks import BLOCK, BLOCK_BYTES, block_type, inexact_groups, pack_blocks
+from quantforge.formats.gguf.blocks import BLOCK, BLOCK_BYTES, block_type, pack_blocks
 from quantforge.formats.gguf.vocabulary import add_vocabulary, vocabulary_problems
 from quantforge.quantized import QuantizedWeight
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ROPE_FACTORS = "rope_freqs.weight"
-SHOWN = 20
 NAMED = 3
 
 
@@ -74,12 +73,8 @@ def _some(items: list[str]) -> str:
 
 
 def write_file(file: Path, written: Written) -> None:
-    """Write weights, hyperparameters and tokenizer into `file`.
-
-    Raises QuantforgeError, before anything is written, naming every site with a group that float16 cannot hold exactly.
-    """
+    """Write weights, hyperparameters and tokenizer into `file`."""
     gguf = gguf_package()
-    _refuse_inexact(written)
     config = written.source.config
     entries = sorted(_entries(written), key=_place)
     writer = gguf.GGUFWriter(file, ARCHITECTURES[config["model_type"]])
@@ -105,27 +100,6 @@ def write_file(file: Path, written: Written) -> None:
         writer.flush()
     finally:
         writer.close()
-
-
-def _refuse_inexact(written: Written) -> None:
-    wrong = []
-    for name in written.shapes:
-        weight = written.weight(name)
-        if count := inexact_groups(weight):
-            wrong.append(f"  {name}: {count} of {weight.scale.numel()} groups")
-    if wrong:
-        more = [f"  ... and {len(wrong) - SHOWN} more"] if len(wrong) > SHOWN else []
-        raise QuantforgeError(
-            "\n".join(
-                [
-                    f"gguf: the scales of {len(wrong)} sites, or with asymmetric grids their minima -zero * scale, are "
-                    "not exact in float16, and nothing is rounded here; keep this checkpoint in another format, or "
-                    "quantize to symmetric grids with --scale-dtype float16",
-                    *wrong[:SHOWN],
-                    *more,
-                ]
-            )
-        )
 
 
 def _place(entry: _Entry) -> tuple[int, str]:
@@ -158,8 +132,9 @@ def _bytes(entry: _Entry, written: Written) -> torch.Tensor:
     config = written.source.config
     order = row_order(config, entry.key)
     if entry.site:
-        weight = written.weight(entry.key.removesuffix(".weight"))
-        return pack_blocks(weight if order is None else _reordered(weight, order))
+        name = entry.key.removesuffix(".weight")
+        weight = written.weight(name)
+        return pack_blocks(weight if order is None else _reordered(weight, order), name)
     if entry.key == ROPE_FACTORS:
         factors = rope_factors(config)
         assert factors is not None
