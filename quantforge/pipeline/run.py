@@ -13,7 +13,7 @@ import torch
 from quantforge import __version__
 from quantforge.calibration import CalibrationSet
 from quantforge.errors import QuantforgeError, WorkspaceError
-from quantforge.formats import CheckpointFacts, load_format
+from quantforge.formats import load_format
 from quantforge.model.gguf_file import gguf_files, open_gguf
 from quantforge.model.skeleton import transformers_version
 from quantforge.model.source import open_checkpoint
@@ -25,6 +25,7 @@ from quantforge.pipeline.influence import gather_weights
 from quantforge.pipeline.job import Job, Solved
 from quantforge.pipeline.layers import solve_layers
 from quantforge.pipeline.plan import Plan
+from quantforge.pipeline.subject import facts_of
 from quantforge.pipeline.tune import tune_scales
 from quantforge.pipeline.verify import verify_checkpoint
 from quantforge.pipeline.workspace import Workspace, discard, owned, work_directory
@@ -262,13 +263,8 @@ def _refuse_if_strict(recipe: Recipe, warnings: Sequence[str]) -> None:
 def _write(directory: Path, name: str, job: Job, contents: Solved, report: RunReport) -> RunReport:
     """Write one export with its report; returns the report, with what was left behind in its notes."""
     recipe, plan = job.recipe, job.plan
-    facts = CheckpointFacts(
-        specs=plan.specs,
-        kept=plan.kept_linears,
-        has_zero_zero=any(site.has_zero_zero for layer in report.layers for site in layer.sites),
-        modules={site.name: site.module for site in plan.sites if site.module != site.name},
-        activations=plan.activations,
-    )
+    zeros = any(site.has_zero_zero for layer in report.layers for site in layer.sites)
+    facts = facts_of(plan, has_zero_zero=zeros)
     file_name = plan.output.name or "model"
     skipped = write_checkpoint(directory, contents, load_format(name), facts, recipe.max_shard_bytes, file_name)
     if skipped:
