@@ -11,8 +11,9 @@ Entry = TypeVar("Entry")
 
 
 def names_in(folder: Iterable[str]) -> list[str]:
-    """Names of the modules of a package (its ``__path__``), underscores read as dashes."""
-    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(folder))
+    """Names of the modules of a package (its ``__path__``), underscores read as dashes; private ones do not count."""
+    names = (module.name for module in pkgutil.iter_modules(folder))
+    return sorted(name.replace("_", "-") for name in names if not name.startswith("_"))
 
 
 def load(

@@ -2,7 +2,7 @@
 
 A contract is asked about a checkpoint that is planned or exists, ours or another tool's, and needs nothing but its
 config and the shapes and grids of its sites. To add a server, write ``contracts/<name>.py`` with a constant
-``CONTRACT``. Dashes in a server's name are underscores in its file name.
+``CONTRACT``. Dashes in a server's name are underscores in its file name. What several share is in ``_rules.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -104,3 +104,8 @@ def contract_names() -> list[str]:
 def load_contract(name: str) -> Contract:
     """Import one contract by name; raises UsageError naming the known ones."""
     return load(__name__, __path__, name, "CONTRACT", Contract, UsageError)
+
+
+def all_verdicts(subject: Subject) -> list[Verdict]:
+    """What every server does with `subject`, by name."""
+    return [load_contract(name).check(subject) for name in contract_names()]

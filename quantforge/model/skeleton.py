@@ -4,6 +4,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,11 @@ def transformers_version() -> str:
     return transformers.__version__
 
 
-def build_skeleton(source: TensorSource, *, trust_remote_code: bool = False) -> nn.Module:
-    """The float32 model on the meta device, in eval mode; buffers that are computed, not stored, are real."""
+def build_skeleton(path: Path, *, trust_remote_code: bool = False, only_shapes: bool = False) -> nn.Module:
+    """The float32 model of a directory's config.json, on the meta device, in eval mode.
+
+    Buffers that are computed, not stored, are real, unless `only_shapes`: then nothing is allocated at all.
+    """
     import transformers
     from accelerate import init_empty_weights
     from huggingface_hub.errors import StrictDataclassError
@@ -29,16 +33,14 @@ def build_skeleton(source: TensorSource, *, trust_remote_code: bool = False) -> 
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     try:
-        config = AutoConfig.from_pretrained(str(source.path), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
         if getattr(config, "is_encoder_decoder", False):
-            raise SourceError(
-                f"{source.path} is an encoder-decoder model; only decoder-only language models are handled"
-            )
+            raise SourceError(f"{path} is an encoder-decoder model; only decoder-only language models are handled")
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         named = (getattr(config, "architectures", None) or [""])[0]
         known = getattr(transformers, named, None) if not getattr(config, "auto_map", None) else None
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=only_shapes):
             if known is not None and named.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
                 model = known._from_config(copy.deepcopy(config), dtype=torch.float32)
             else:
@@ -50,7 +52,7 @@ def build_skeleton(source: TensorSource, *, trust_remote_code: bool = False) -> 
         AssertionError, StrictDataclassError,
     ) as error:  # fmt: skip
         hint = "" if trust_remote_code else " (a model with its own code needs --trust-remote-code)"
-        raise SourceError(f"{source.path}: transformers cannot build this model{hint}: {error}") from error
+        raise SourceError(f"{path}: transformers cannot build this model{hint}: {error}") from error
     built: nn.Module = model.float().eval()
     built.tie_weights()  # type: ignore[operator]
     return built.requires_grad_(False)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -150,8 +150,8 @@ def open_checkpoint(model: str | Path, *, allow_pickle: bool = False) -> Checkpo
     return Checkpoint(path, config, tensors)
 
 
-def resolve_model(model: str | Path, *, allow_pickle: bool = False) -> Path:
-    """The local directory of a model: the directory itself, or a hub id's downloaded snapshot."""
+def resolve_model(model: str | Path, *, allow_pickle: bool = False, weights: bool = True) -> Path:
+    """The local directory of a model: the directory itself, or a hub id's downloaded snapshot, with its weights or not."""
     path = Path(model)
     try:
         if path.is_dir():
@@ -167,8 +167,8 @@ def resolve_model(model: str | Path, *, allow_pickle: bool = False) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     network_errors = cast(type[Exception], HfHubHTTPError.__mro__[1])  # of whichever HTTP library the hub client uses
-    patterns = ["*.safetensors", "*.json", "*.jinja", "*.py", "*.model", "*.txt", "*.tiktoken"]
-    if allow_pickle:
+    patterns = ["*.json", "*.jinja", "*.py", "*.model", "*.txt", "*.tiktoken", *(["*.safetensors"] if weights else [])]
+    if allow_pickle and weights:
         patterns.append("pytorch_model*.bin")
     try:
         return Path(snapshot_download(str(model), allow_patterns=patterns))
@@ -185,6 +185,14 @@ def read_config(path: Path) -> dict[str, Any]:
     if not config.get("architectures") and not config.get("model_type"):
         raise SourceError(f"{path / 'config.json'} names neither architectures nor model_type: not a model's config")
     return config
+
+
+def config_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype a config names for its weights, such as ``bfloat16``; ``float32`` where it names none."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    named = (str(c[key]) for c in (config, text) for key in ("dtype", "torch_dtype") if c.get(key))
+    return next(named, "float32")
 
 
 def _open_pickled(path: Path, config: dict[str, Any], allow_pickle: bool) -> Checkpoint:

@@ -75,10 +75,18 @@ class StreamedModel:
         peak_elements: the most parameter elements that were ever real (not on the meta device) at once.
     """
 
-    def __init__(self, source: TensorSource, device: str = "cpu", *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        device: str = "cpu",
+        *,
+        trust_remote_code: bool = False,
+        skeleton: nn.Module | None = None,
+    ) -> None:
+        """Build the skeleton, unless it was built before, and find out what of `source` belongs where."""
         self.source = source
         self.device = torch.device(device)
-        self.model = build_skeleton(source, trust_remote_code=trust_remote_code)
+        self.model = skeleton or build_skeleton(source.path, trust_remote_code=trust_remote_code)
         self.keys = map_keys(self.model, source.keys())
         self.duplicates, self.untied = settle_ties(self.model, source, self.keys)
         self.layout: ModelLayout = read_layout(self.model, self.keys)

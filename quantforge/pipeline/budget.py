@@ -4,13 +4,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from quantforge.formats import CheckpointFacts, Format
+from quantforge.formats import Format
 from quantforge.model.sites import LinearSite
 from quantforge.numerics.knapsack import Option, bounds
 from quantforge.pipeline.grids import FUSED, matches
-from quantforge.quantized import SCALE_DTYPES, QuantizedWeight
+from quantforge.pipeline.stored import site_bytes
 from quantforge.recipe import Recipe
 from quantforge.sizes import parse_size
 from quantforge.spec import QuantSpec
@@ -148,25 +146,12 @@ class StoredBytes:
     def __init__(self, formats: Sequence[Format], specs: Mapping[str, QuantSpec]) -> None:
         self.formats = formats
         self.specs = specs
-        self._known: dict[tuple[int, int, QuantSpec], int] = {}
 
     def __call__(self, unit: Unit, bits: int) -> float:
         return float(sum(self._site(site, replace(self.specs[site.name], bits=bits)) for site in unit.sites))
 
     def _site(self, site: LinearSite, spec: QuantSpec) -> int:
-        key = (site.out_features, site.in_features, spec)
-        if key not in self._known:
-            grid = (site.out_features, spec.groups(site.in_features))
-            blank = QuantizedWeight(
-                spec,
-                torch.zeros(site.out_features, site.in_features, dtype=torch.uint8),
-                torch.ones(grid, dtype=SCALE_DTYPES[spec.scale_dtype]),
-                torch.full(grid, spec.symmetric_zero, dtype=torch.uint8),
-            )
-            facts = CheckpointFacts({site.name: spec}, (), has_zero_zero=False)
-            encoded = [chosen.encode(site.name, blank, facts).values() for chosen in self.formats]
-            self._known[key] = max(sum(t.numel() * t.element_size() for t in tensors) for tensors in encoded)
-        return self._known[key]
+        return max(site_bytes(chosen, spec, site.out_features, site.in_features) for chosen in self.formats)
 
 
 def limit_of(recipe: Recipe, units: Sequence[Unit], rest_bytes: int) -> float:

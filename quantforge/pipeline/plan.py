@@ -15,12 +15,13 @@ from quantforge.model.memory import memory_bytes
 from quantforge.model.packed import quantization_config
 from quantforge.model.shards import DTYPES
 from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
-from quantforge.model.source import Checkpoint, open_checkpoint
+from quantforge.model.source import Checkpoint, config_dtype, open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.budget import Unit, plan_units
 from quantforge.pipeline.disk import plan_weighing
 from quantforge.pipeline.grids import Grids, choose_grids, split_fused
 from quantforge.pipeline.method import Chosen, choose_method, refuse_floating_inputs
+from quantforge.pipeline.stored import site_bytes
 from quantforge.recipe import Recipe, default_output
 from quantforge.spec import ActivationSpec, QuantSpec, ScaleDtype, label_of
 from quantforge.transforms import Transform
@@ -127,8 +128,18 @@ class Plan:
 
     @property
     def estimated_bytes(self) -> int:
-        """Tensor bytes of one export: quantized sites at their stored bits, everything else as it is."""
-        return self.rest_bytes + round(self.bits_per_weight * self.weights / 8)
+        """Tensor bytes of one export, of the largest when there are several formats."""
+        return max(map(self.export_bytes, self.formats))
+
+    def export_bytes(self, format_name: str) -> int:
+        """Tensor bytes of the export in one format: what it makes of quantized sites, everything else as it is."""
+        chosen, counted = load_format(format_name), Counter(map(self.shape_of, self.sites))
+        sizes = {shape: site_bytes(chosen, *shape, self.activations) for shape in counted}
+        return self.rest_bytes + sum(sizes[shape] * count for shape, count in counted.items())
+
+    def shape_of(self, site: LinearSite) -> tuple[QuantSpec, int, int]:
+        """Its grid, out_features and in_features: all that its size depends on."""
+        return self.specs[site.name], site.out_features, site.in_features
 
     def sites_of(self, layer: int) -> dict[str, LinearSite]:
         """The sites of one layer, by module path."""
@@ -182,17 +193,20 @@ class Plan:
         }
 
 
-def make_plan(recipe: Recipe, streamed: StreamedModel | None = None) -> Plan:
+def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewhere: bool = False) -> Plan:
     """Decide everything that can be decided without weights; raises PlanError with every problem found.
 
-    `streamed` is that of another plan for the same model, device and permissions, which saves building it again.
+    `streamed` is that of another plan for the same model, device and permissions, which saves building it again. With
+    `elsewhere` the run may be another machine's: too little memory or disk here is a remark.
     """
     chosen = choose_method(recipe)
     refuse_floating_inputs(chosen, recipe.activation_bits)
     formats = tuple(load_format(name) for name in recipe.formats)
     if len(set(recipe.formats)) != len(recipe.formats):
         raise UsageError(f"a format is given twice: {', '.join(recipe.formats)}")
-    checkpoint = open_checkpoint(recipe.model, allow_pickle=recipe.allow_pickle)
+    checkpoint = streamed.source if streamed is not None else None
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(recipe.model, allow_pickle=recipe.allow_pickle)
     if (quantized := quantization_config(checkpoint)) is not None:
         method = quantized.get("quant_method", "unknown")
         raise PlanError([f"{checkpoint.path} is already quantized ({method}); start from the original checkpoint"])
@@ -219,11 +233,17 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None) -> Plan:
         shapes = [site.shape for site in grids.sites]
         for target in formats:
             problems += [f"{target.name}: {problem}" for problem in target.problems(grids.specs, shapes)]
+    short: list[str] = []  # of memory or disk
     if recipe.tune_epochs:
-        problems += _tuning_problems(streamed, activations)
+        problems += _untunable(activations)
+        short += _too_large_to_tune(streamed)
     output = Path(recipe.output or default_output(recipe, grids.base.group_size))
     weighs = recipe.token_weights == "gradient" and (chosen.transforms or chosen.solver.wants_gram(chosen.options))
-    scratch_bytes = plan_weighing(recipe, streamed, output, problems, notes) if weighs else 0
+    scratch_bytes = plan_weighing(recipe, streamed, output, short, notes) if weighs else 0
+    if elsewhere:
+        notes += [f"warning: on this machine: {problem}" for problem in short]
+    else:
+        problems += short
     if problems:
         raise PlanError(problems)
     if device != "cpu":
@@ -310,13 +330,17 @@ def _container_problems(formats: Iterable[Format], checkpoint: Checkpoint, grids
             )
 
 
-def _tuning_problems(streamed: StreamedModel, activations: ActivationSpec | None) -> Iterator[str]:
-    """What forbids tuning the scales of this model end to end."""
+def _untunable(activations: ActivationSpec | None) -> Iterator[str]:
+    """What forbids tuning scales end to end, whatever the machine."""
     if activations is not None:
         yield (
             "--tune-epochs follows gradients, and rounded activations have none; use --tune-epochs 0 with "
             "--activation-bits"
         )
+
+
+def _too_large_to_tune(streamed: StreamedModel) -> Iterator[str]:
+    """The model does not fit into memory whole, with what tuning needs."""
     needed_bytes = TUNING_BYTES * sum(parameter.numel() for parameter in streamed.model.parameters())
     available_bytes = memory_bytes(streamed.device)
     if needed_bytes > available_bytes:
@@ -344,12 +368,7 @@ def _choose_scale_dtype(recipe: Recipe, checkpoint: Checkpoint) -> ScaleDtype:
 
 def scale_dtype_of(checkpoint: Checkpoint) -> ScaleDtype:
     """The model's own 16-bit dtype; float32 models are served in float16, so float16 for them."""
-    text = checkpoint.config.get("text_config")
-    text = text if isinstance(text, dict) else {}
-    dtype = next(
-        (str(c[key]) for c in (checkpoint.config, text) for key in ("dtype", "torch_dtype") if c.get(key)), "float32"
-    )
-    return "bfloat16" if dtype == "bfloat16" else "float16"
+    return "bfloat16" if config_dtype(checkpoint.config) == "bfloat16" else "float16"
 
 
 def _note_unusual(layout: ModelLayout, notes: list[str]) -> None:

