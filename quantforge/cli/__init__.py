@@ -21,6 +21,7 @@ from quantforge.cli.convert import convert
 from quantforge.cli.eval import evaluate
 from quantforge.cli.flags import FlagCommand
 from quantforge.cli.inspect import inspect
+from quantforge.cli.plan import plan
 from quantforge.cli.quantize import quantize
 from quantforge.cli.recipes import recipes
 from quantforge.errors import QuantforgeError
@@ -34,6 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 app.command("quantize", cls=FlagCommand, short_help="Quantize a checkpoint and verify what was written.")(quantize)
+app.command("plan", cls=FlagCommand, short_help="What quantizing a model would give, and which servers take it.")(plan)
 app.command("eval", short_help="Perplexity, and KL and top-1 against a reference.")(evaluate)
 app.command("inspect", short_help="What a checkpoint holds, and what was left alone.")(inspect)
 app.command("convert", short_help="The same weights in another format, exactly.")(convert)

@@ -156,12 +156,9 @@ def quantize(
       quantforge quantize org/model --recipe w4a16 --asym -o ./out --json
     """
     from quantforge.cli.ui import Ui
-    from quantforge.cli.variants import expand
-    from quantforge.reading import read_recipe
 
     ui = Ui(as_json=as_json, quiet=quiet)
-    variants = [read_recipe(recipe, overrides) for overrides in expand(_overrides(context.params))]
-    variants = [replace(resolved, notes=(*context.meta[NOTES], *resolved.notes)) for resolved in variants]
+    variants = resolve(context)
     for resolved in variants:
         ui.notes(resolved.notes)
     try:
@@ -174,13 +171,25 @@ def quantize(
         raise
 
 
+def resolve(context: typer.Context) -> "list[ResolvedRecipe]":
+    """The recipes that a command line and the file it names come to, one for each variant."""
+    from quantforge.cli.variants import expand
+    from quantforge.reading import read_recipe
+
+    file = context.params["recipe"]
+    variants = [read_recipe(file, overrides) for overrides in expand(_overrides(context.params))]
+    return [replace(resolved, notes=(*context.meta[NOTES], *resolved.notes)) for resolved in variants]
+
+
 def _one(ui: "Ui", resolved: "ResolvedRecipe", dry_run: bool) -> None:
     from quantforge.pipeline.plan import make_plan  # torch comes with it, so a wrong recipe is refused before
     from quantforge.pipeline.run import quantize as run
 
     plan = make_plan(resolved.recipe)
     if dry_run:
-        ui.plan(resolved, plan)
+        from quantforge.pipeline.outlook import verdicts
+
+        ui.plan(resolved, plan, list(verdicts(plan)))
         return
     ui.notes(plan.notes)
     ui.say(f"output: {plan.output}")
@@ -203,6 +212,7 @@ def _several(ui: "Ui", variants: "Sequence[ResolvedRecipe]", dry_run: bool) -> N
 
 
 _NOT_RECIPE = {"recipe", "option", "act_order", "damping", "dry_run", "as_json", "quiet"}
+_NOT_RECIPE |= {"tensor_parallel", "context_length", "batch", "kv_bits"}
 
 
 def _overrides(flags: dict[str, Any]) -> dict[str, Any]:

@@ -14,15 +14,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from quantforge import report as events
+from quantforge.cli import outlookview
 from quantforge.cli.runview import RunView, chosen, folded, gathered, leaf, megabytes
 from quantforge.reading import ResolvedRecipe
 from quantforge.recipe import Recipe, variant_name
 from quantforge.shipped import summary_of
 
 if TYPE_CHECKING:
+    from quantforge.contracts import Verdict
     from quantforge.evaluate.divergence import EvalResult
     from quantforge.pipeline.convert import Conversion
     from quantforge.pipeline.describe import CheckpointDescription
+    from quantforge.pipeline.outlook import Outlook
     from quantforge.pipeline.plan import Plan
 
 Advance = Callable[[str, int, int], None]
@@ -125,8 +128,10 @@ class Ui:
         for name, value in facts:
             self.out.print(f"{name:<12}{value}", soft_wrap=True)
 
-    def plan(self, resolved: ResolvedRecipe, plan: "Plan") -> None:
-        """What would be done, by `--dry-run`."""
+    def plan(
+        self, resolved: ResolvedRecipe, plan: "Plan", servers: Sequence[tuple[str, Sequence["Verdict"]]] = ()
+    ) -> None:
+        """What would be done, by `--dry-run`; `servers` are exports, with what each server does with them."""
         if self.as_json:
             self._json(_document(resolved, plan, None))
             return
@@ -139,18 +144,35 @@ class Ui:
                 ("output", f"{plan.output} (not written: this is a dry run)"),
             ]
         )
-        rows = Counter((leaf(s.name), s.out_features, s.in_features, plan.specs[s.name].label()) for s in plan.sites)
-        several = len(set(plan.specs.values())) > 1
-        self._table(
-            ("site", "count", "out x in", *(("grid",) if several else ())),
-            [
-                (leaf, str(count), f"{rows_out} x {columns}", *((grid,) if several else ()))
-                for (leaf, rows_out, columns, grid), count in rows.items()
-            ],
-        )
+        self._table(*outlookview.site_table(plan))
         self._kept(plan.kept)
+        for name, verdicts in servers:
+            self._servers(name if len(servers) > 1 else "", verdicts)
         for note in (*resolved.notes, *plan.notes):
             self._facts([("note", note)])
+
+    def outlook(self, recipe: Recipe, notes: Iterable[str], outlook: "Outlook") -> None:
+        """What would come of a recipe, by `plan`."""
+        if self.as_json:
+            document = {"recipe": recipe.model_dump(mode="json"), "notes": [*notes, *outlook.plan.notes]}
+            self._json(document | outlook.to_json())
+            return
+        self._facts(outlookview.heading(recipe, outlook))
+        self._table(*outlookview.site_table(outlook.plan))
+        self._kept(outlook.plan.kept)
+        self._table(*outlookview.serving_table(outlook))
+        self._facts(outlookview.cache_facts(outlook))
+        exports = [variant for variant in outlook.variants if variant.verdicts]
+        for variant in exports:
+            self._servers(variant.name if len(exports) > 1 else "", variant.verdicts)
+        self._facts([("note", note) for note in (*notes, *outlook.plan.notes)])
+
+    def _servers(self, name: str, verdicts: Sequence["Verdict"]) -> None:
+        """What each server does with one export, called `name` where there are several."""
+        if name:
+            self._facts([("servers", f"for {name}")])
+        self._table(*outlookview.server_table(verdicts))
+        self._facts(outlookview.remarks(verdicts))
 
     def report(self, resolved: ResolvedRecipe, plan: "Plan", report: events.RunReport) -> None:
         """What was done."""

@@ -151,7 +151,7 @@ def open_checkpoint(model: str | Path, *, allow_pickle: bool = False) -> Checkpo
 
 
 def resolve_model(model: str | Path, *, allow_pickle: bool = False, weights: bool = True) -> Path:
-    """The local directory of a model: the directory itself, or a hub id's downloaded snapshot, with its weights or not."""
+    """The local directory of a model: the directory itself, or a hub id's snapshot, with its `weights` or not."""
     path = Path(model)
     try:
         if path.is_dir():

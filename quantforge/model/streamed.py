@@ -95,10 +95,15 @@ class StreamedModel:
         self._outer_loaded = False
 
     @property
+    def text_config(self) -> Any:
+        """The language model's part of the config, as transformers reads it."""
+        config: Any = self.model.config
+        return config.get_text_config()
+
+    @property
     def positions(self) -> int | None:
         """The longest sequence that the config allows; None when it names no limit."""
-        config: Any = self.model.config
-        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+        longest = getattr(self.text_config, "max_position_embeddings", None)
         return longest if isinstance(longest, int) else None
 
     # -------------------------------------------------------------------------------------------- weights

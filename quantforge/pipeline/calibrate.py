@@ -95,6 +95,11 @@ def _sampling_request(recipe: Recipe, plan: Plan) -> str:
     )
 
 
+def token_source(recipe: Recipe, plan: Plan) -> str:
+    """The dataset that calibration tokens come from, the default one where none is given."""
+    return _source(recipe, plan)[0]
+
+
 def _source(recipe: Recipe, plan: Plan) -> tuple[str, tuple[str, ...]]:
     """Where the tokens come from, and what to say about it."""
     return (recipe.calibration.dataset, ()) if recipe.calibration.dataset is not None else _default_source(plan)

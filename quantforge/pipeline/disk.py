@@ -3,7 +3,6 @@
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.workspace import SCRATCH, WEIGHTS_FILE, work_directory
@@ -21,9 +20,8 @@ def plan_weighing(recipe: Recipe, streamed: StreamedModel, output: Path, problem
     work = work_directory(output)
     if os.path.lexists(output) or os.path.lexists(work / WEIGHTS_FILE):
         return 0
-    model: Any = streamed.model
     asked, layers = recipe.calibration, streamed.layout.layers
-    hidden = int(model.config.get_text_config().hidden_size)
+    hidden = int(streamed.text_config.hidden_size)
     seqlen = min(asked.seqlen, streamed.positions or asked.seqlen)
     needed_bytes = layers * asked.nsamples * seqlen * hidden * FLOAT_BYTES
     free_bytes = _free_bytes(work)

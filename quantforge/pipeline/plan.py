@@ -133,13 +133,12 @@ class Plan:
 
     def export_bytes(self, format_name: str) -> int:
         """Tensor bytes of the export in one format: what it makes of quantized sites, everything else as it is."""
-        chosen, counted = load_format(format_name), Counter(map(self.shape_of, self.sites))
-        sizes = {shape: site_bytes(chosen, *shape, self.activations) for shape in counted}
-        return self.rest_bytes + sum(sizes[shape] * count for shape, count in counted.items())
+        return self.rest_bytes + sum(self.site_bytes(format_name, site) for site in self.sites)
 
-    def shape_of(self, site: LinearSite) -> tuple[QuantSpec, int, int]:
-        """Its grid, out_features and in_features: all that its size depends on."""
-        return self.specs[site.name], site.out_features, site.in_features
+    def site_bytes(self, format_name: str, site: LinearSite) -> int:
+        """Bytes of the tensors that hold a site in one format."""
+        spec = self.specs[site.name]
+        return site_bytes(load_format(format_name), spec, site.out_features, site.in_features, self.activations)
 
     def sites_of(self, layer: int) -> dict[str, LinearSite]:
         """The sites of one layer, by module path."""

@@ -109,7 +109,7 @@ def _kv_heads(config: Any) -> int:
 
 
 def _linear_state(config: Any) -> int:
-    """Bytes of a layer's state for one sequence: a matrix a value head, and the inputs its convolution looks back on."""
+    """Bytes of a layer's state for one sequence: a matrix a value head, and what its convolution looks back on."""
     keys, values = _number(config, "linear_num_key_heads"), _number(config, "linear_num_value_heads")
     key_dim, value_dim = _number(config, "linear_key_head_dim"), _number(config, "linear_value_head_dim")
     channels = 2 * keys * key_dim + values * value_dim

@@ -1,0 +1,97 @@
+"""What `plan` shows, and what `quantize --dry-run` says about servers, as facts and tables."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from quantforge.cli.runview import duration, leaf
+from quantforge.sizes import size_label
+
+if TYPE_CHECKING:
+    from quantforge.contracts import Verdict
+    from quantforge.pipeline.outlook import Outlook
+    from quantforge.pipeline.plan import Plan
+    from quantforge.recipe import Recipe
+
+Facts = list[tuple[str, str]]
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def heading(recipe: "Recipe", outlook: "Outlook") -> Facts:
+    """The model, what is done to it, and what that takes."""
+    from quantforge.pipeline.estimate import FAST, MEMORY_ASSUMES, SLOW, TIME_ASSUMES
+
+    plan, estimate = outlook.plan, outlook.estimate
+    stage, peak_bytes = estimate.peak
+    seen = " (config only: shapes are the config's, no weights were looked at)" if outlook.outline else ""
+    share = f"{plan.weights / 1e9:,.3f} of {outlook.parameters / 1e9:,.3f} billion"
+    slow, fast = duration(estimate.seconds(SLOW)), duration(estimate.seconds(FAST))
+    facts = [
+        ("model", f"{recipe.model} ({plan.model_type}, {plan.layers} layers){seen}"),
+        ("method", f"{plan.method}, {plan.label}"),
+        ("quantized", f"{share} parameters, {len(plan.sites)} matrices"),
+        ("memory", f"about {size_label(peak_bytes)} at the most, while {stage} ({MEMORY_ASSUMES})"),
+        ("time", f"roughly {slow} or {fast} ({TIME_ASSUMES})"),
+    ]
+    return facts + ([("disk", f"{size_label(plan.scratch_bytes)} for a while")] if plan.scratch_bytes else [])
+
+
+def site_table(plan: "Plan") -> Table:
+    """Sites by shape and grid."""
+    counted: dict[tuple[str, str, str], int] = {}
+    for site in plan.sites:
+        grid = plan.specs[site.name].label() if plan.settled else "chosen by the budget"
+        row = (leaf(site.name), f"{site.out_features} x {site.in_features}", grid)
+        counted[row] = counted.get(row, 0) + 1
+    return (
+        ("site", "count", "out x in", "grid"),
+        [(name, str(count), shape, grid) for (name, shape, grid), count in counted.items()],
+    )
+
+
+def serving_table(outlook: "Outlook") -> Table:
+    """What each thing to serve takes."""
+    devices = outlook.load.tensor_parallel
+    each = "" if devices == 1 else f" on each of {devices}"
+    rows: list[tuple[str, ...]] = [
+        (
+            variant.name,
+            size_label(variant.total_bytes),
+            "-" if variant.stored_bits is None else f"{variant.stored_bits:.3f}",
+            size_label(variant.weight_bytes),
+            size_label(outlook.kv_bytes),
+            size_label(variant.weight_bytes + outlook.kv_bytes),
+        )
+        for variant in outlook.variants
+    ]
+    return (("serving", "size", "bits/weight", f"weights{each}", "cache", "together"), rows)
+
+
+def cache_facts(outlook: "Outlook") -> Facts:
+    """What the cache holds, and what was not counted."""
+    load = outlook.load
+    facts = [("cache", f"{cache.layers} layers: {cache.label}") for cache in outlook.caches if cache.counted]
+    facts.append(("cache", f"{load.batch} sequences of {load.context} tokens, {load.kv_bits} bits a number"))
+    facts += [
+        ("not counted", f"the state of {cache.layers} layers of {cache.label}: the config does not say how large it is")
+        for cache in outlook.uncounted
+    ]
+    return [*facts, ("not counted", "activations, buffers and scales of a quantized cache while serving")]
+
+
+def server_table(verdicts: Iterable["Verdict"]) -> Table:
+    """Which servers take an export, by which kernel."""
+    from quantforge.contracts import load_contract
+
+    rows: list[tuple[str, ...]] = [
+        (verdict.server, verdict.kernel or "refuses", load_contract(verdict.server).versions) for verdict in verdicts
+    ]
+    return (("server", "kernel", "rules of"), rows)
+
+
+def remarks(verdicts: Iterable["Verdict"]) -> Facts:
+    """Why servers refuse, with where the rule is written, and what works less well than it could."""
+    facts: Facts = []
+    for verdict in verdicts:
+        facts += [("refused", f"{verdict.server}: {p.text} [{p.source}]") for p in verdict.problems]
+        facts += [("remark", f"{verdict.server}: {note}") for note in verdict.notes if verdict.loads]
+    return facts

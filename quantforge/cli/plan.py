@@ -1,0 +1,62 @@
+"""The ``plan`` verb: the flags of ``quantize``, and how the result will be served."""
+
+import inspect
+from typing import Annotated, Any, Literal
+
+import typer
+from typer import Option
+
+from quantforge.cli.quantize import quantize, resolve
+from quantforge.errors import UsageError
+
+SERVING = "Serving"
+_OF_A_RUN = {"dry_run", "strict", "quiet"}
+
+
+def _serving(
+    tensor_parallel: Annotated[
+        int, Option("--tp", min=1, help="Devices that share each layer.", rich_help_panel=SERVING)
+    ] = 1,
+    context_length: Annotated[
+        int, Option("--context", min=1, help="Tokens in a sequence.", rich_help_panel=SERVING)
+    ] = 8192,
+    batch: Annotated[int, Option(min=1, help="Sequences at a time.", rich_help_panel=SERVING)] = 8,
+    kv_bits: Annotated[
+        Literal["16", "8", "4"], Option(help="Of a number in the cache.", rich_help_panel=SERVING)
+    ] = "16",
+) -> None:
+    """The flags that `plan` adds."""
+
+
+def plan(context: typer.Context, **flags: Any) -> None:
+    """What quantizing a model would give, without reading its weights: sizes, memory, time, and which servers take it.
+
+    MODEL may also be a config.json, or a directory with nothing else: shapes then come from the config. Takes the
+    flags of quantize.
+
+    \b
+    Examples:
+      quantforge plan ./SmolLM2-135M
+      quantforge plan org/model --bits 4 --group-size 128 --format gptq --tp 2 --context 32768
+      quantforge plan ./Llama-70B/config.json --avg-bits 3.5 --kv-bits 8 --json
+    """
+    from quantforge.cli.ui import Ui
+    from quantforge.pipeline.outlook import Load, look_ahead
+
+    ui = Ui(as_json=flags["as_json"])
+    variants = resolve(context)
+    if len(variants) > 1:
+        raise UsageError("plan looks at one variant at a time; give one of --bits and one of --method")
+    load = Load(flags["context_length"], flags["batch"], int(flags["kv_bits"]), flags["tensor_parallel"])
+    recipe, outlook = look_ahead(variants[0].recipe, load)
+    ui.outlook(recipe, variants[0].notes, outlook)
+
+
+def _signature() -> inspect.Signature:
+    """That of `quantize` without what only a run needs, and with what serving needs, for typer to read."""
+    own = [p for name, p in inspect.signature(quantize).parameters.items() if name not in _OF_A_RUN]
+    return inspect.Signature([*own, *inspect.signature(_serving).parameters.values()])
+
+
+plan.__signature__ = _signature()  # type: ignore[attr-defined]
+plan.__annotations__ = {name: parameter.annotation for name, parameter in _signature().parameters.items()}
