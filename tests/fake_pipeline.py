@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from quantforge import report as events
+from quantforge.contracts import Problem, Verdict
 from quantforge.evaluate.divergence import Divergence, EvalResult
 from quantforge.recipe import Recipe
 from quantforge.spec import QuantSpec
@@ -79,6 +80,10 @@ class Pipeline:
         if self.plan_error is not None:
             raise self.plan_error
         return FakePlan()
+
+    def verdicts(self, plan: FakePlan) -> Iterator[tuple[str, tuple[Verdict, ...]]]:
+        refused = Verdict("tgi", None, (Problem("it has no kernel for it", "tgi 3, kernels.py"),))
+        yield "compressed-tensors", (Verdict("vllm", "Marlin", notes=("slower than it could be",)), refused)
 
     def quantize(self, recipe: Recipe, plan: FakePlan) -> Iterator[events.Event]:
         self.started = True

@@ -30,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 def pipeline(monkeypatch: pytest.MonkeyPatch) -> Pipeline:
     fake = Pipeline()
     verbs = {"plan": "make_plan", "run": "quantize", "score": "evaluate_checkpoint", "describe": "describe_checkpoint"}
+    verbs["outlook"] = "verdicts"
     for name, function in verbs.items():
         module = ModuleType(f"quantforge.pipeline.{name}")
         setattr(module, function, getattr(fake, function))
@@ -48,7 +49,7 @@ def test_help_takes_little_more_than_python_and_the_command_line_library_themsel
         ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT)
         assert ran.returncode == 0
         if "--help" in arguments:
-            assert all(verb in ran.stdout for verb in ("quantize", "eval", "inspect", "convert"))
+            assert all(verb in ran.stdout for verb in ("quantize", "plan", "eval", "inspect", "convert"))
         after = os.times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
@@ -56,7 +57,7 @@ def test_help_takes_little_more_than_python_and_the_command_line_library_themsel
     assert min(own for own, _ in pairs) < 0.3 + 2 * min(bare for _, bare in pairs)
 
 
-@pytest.mark.parametrize("verb", ["quantize", "eval", "inspect", "convert"])
+@pytest.mark.parametrize("verb", ["quantize", "plan", "eval", "inspect", "convert"])
 def test_every_verb_shows_examples(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
     assert f"quantforge {verb} ./" in capsys.readouterr().out
@@ -274,6 +275,16 @@ def test_a_dry_run_prints_the_plan_and_starts_nothing(pipeline: Pipeline, capsys
         "64",
     ):
         assert part in out
+
+
+def test_a_dry_run_tells_which_servers_refuse_and_where_that_is_written(
+    pipeline: Pipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["quantize", "m", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "refused     tgi: it has no kernel for it [tgi 3, kernels.py]" in lines
+    assert "remark      vllm: slower than it could be" in lines
+    assert any(line.startswith("tgi     refuses") for line in lines)
 
 
 def test_a_dry_run_as_json_has_no_report(pipeline: Pipeline, capsys: pytest.CaptureFixture[str]) -> None:

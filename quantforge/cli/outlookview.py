@@ -24,7 +24,7 @@ def heading(recipe: "Recipe", outlook: "Outlook") -> Facts:
     stage, peak_bytes = estimate.peak
     seen = " (config only: shapes are the config's, no weights were looked at)" if outlook.outline else ""
     share = f"{plan.weights / 1e9:,.3f} of {outlook.parameters / 1e9:,.3f} billion"
-    slow, fast = duration(estimate.seconds(SLOW)), duration(estimate.seconds(FAST))
+    slow, fast = (duration(max(1, estimate.seconds(speed))) for speed in (SLOW, FAST))
     facts = [
         ("model", f"{recipe.model} ({plan.model_type}, {plan.layers} layers){seen}"),
         ("method", f"{plan.method}, {plan.label}"),
@@ -36,15 +36,16 @@ def heading(recipe: "Recipe", outlook: "Outlook") -> Facts:
 
 
 def site_table(plan: "Plan") -> Table:
-    """Sites by shape and grid."""
+    """Sites by shape, and by grid where there are several."""
+    several = len(set(plan.specs.values())) > 1
     counted: dict[tuple[str, str, str], int] = {}
     for site in plan.sites:
         grid = plan.specs[site.name].label() if plan.settled else "chosen by the budget"
         row = (leaf(site.name), f"{site.out_features} x {site.in_features}", grid)
         counted[row] = counted.get(row, 0) + 1
     return (
-        ("site", "count", "out x in", "grid"),
-        [(name, str(count), shape, grid) for (name, shape, grid), count in counted.items()],
+        ("site", "count", "out x in", *(("grid",) if several else ())),
+        [(name, str(count), shape, *((grid,) if several else ())) for (name, shape, grid), count in counted.items()],
     )
 
 

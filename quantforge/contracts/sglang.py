@@ -50,7 +50,7 @@ def check(subject: Subject) -> Verdict:
             kernel = "Marlin"
         case "awq":
             problems += _awq_problems(subject, found)
-            slow = [m for m in found if not _tiles(m) or m.grid.group_size not in GROUPS]
+            slow = [m for m in found if m.out_local % 64 or m.in_local % 128 or m.grid.group_size not in GROUPS]
             slow = slow if settings_of(subject).get("zero_point") is True else found
             kernel = "AWQ" if len(slow) == len(found) else "Marlin, AWQ" if slow else "Marlin"
             notes += [f"{FLOAT16}: {listed(slow)}"] if slow else []

@@ -37,22 +37,22 @@ def check(subject: Subject) -> Verdict:
             pass
         case "gptq":
             problems += _gptq_problems(subject, found)
-            kernel = "GPTQModel's best for the device"
+            kernel = "GPTQModel"
             notes.append(
                 "needs optimum and gptqmodel; 8 bits and groups over 256 run on its plain torch kernel on a CPU"
             )
         case "awq":
             problems += _awq_problems(subject, found)
-            kernel = "GPTQModel's best for the device"
+            kernel = "GPTQModel"
             notes.append("needs gptqmodel and accelerate")
         case "compressed-tensors":
             problems += _compressed_tensors_problems(subject, found)
-            kernel = "dequantized, then torch"
+            kernel = "torch (dequantized)"
             notes.append("weights are dequantized at the first forward pass: no memory is saved while it runs")
             if any(m.grid.activation_bits for m in found):
                 notes.append("quantized activations are simulated in floating point")
         case "gguf":
-            kernel = "dequantized, then torch"
+            kernel = "torch (dequantized)"
             notes.append(
                 "needs gguf and from_pretrained(..., gguf_file=...); weights are dequantized when they are loaded"
             )
