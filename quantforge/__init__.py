@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quantforge.pipeline.convert import convert_checkpoint
     from quantforge.pipeline.describe import describe_checkpoint
     from quantforge.pipeline.many import plan_many, quantize_many
+    from quantforge.pipeline.outlook import Load, look_ahead
     from quantforge.pipeline.plan import make_plan
     from quantforge.pipeline.run import quantize
     from quantforge.pipeline.score import evaluate_checkpoint
@@ -34,6 +35,7 @@ except PackageNotFoundError:  # running from a source tree that was never instal
     __version__ = "0.0.0+source"
 
 __all__ = [
+    "Load",
     "QuantforgeError",
     "Recipe",
     "Rule",
@@ -42,6 +44,7 @@ __all__ = [
     "describe_checkpoint",
     "evaluate_checkpoint",
     "load_recipe",
+    "look_ahead",
     "make_plan",
     "plan_many",
     "quantize",
@@ -49,6 +52,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Load": "pipeline.outlook",
     "QuantforgeError": "errors",
     "Recipe": "recipe",
     "Rule": "rules",
@@ -56,6 +60,7 @@ _HOMES = {
     "describe_checkpoint": "pipeline.describe",
     "evaluate_checkpoint": "pipeline.score",
     "load_recipe": "reading",
+    "look_ahead": "pipeline.outlook",
     "make_plan": "pipeline.plan",
     "plan_many": "pipeline.many",
     "quantize": "pipeline.run",

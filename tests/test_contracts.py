@@ -131,6 +131,7 @@ REFUSED = [  # server, method, what is out of the ordinary, what is said
     ("sglang", "compressed-tensors", {"bits": 8, "symmetric": False}, "no kernel for 8-bit asymmetric"),
     ("sglang", "compressed-tensors", {"bits": 2}, "4 or 8 bits"),
     ("sglang", "gptq", {"inter": 96, "group_size": 32}, "outputs in 64s with inputs in 128s"),
+    ("sglang", "compressed-tensors", {"kv": 48}, "outputs in 64s with inputs in 128s"),
     ("transformers", "compressed-tensors", {"symmetric": False}, "dequantize=True"),
     ("transformers", "compressed-tensors", {"act_order": True}, "has been removed"),
     ("transformers", "compressed-tensors", {"hidden": 192, "kv": 192}, "must divide the inputs"),
@@ -156,6 +157,7 @@ def test_what_is_refused_and_why(server: str, method: str, changes: dict[str, An
 
 SLOW = [
     ("vllm", "gptq", {"hidden": 576, "kv": 192, "group_size": 64}, "Marlin pads shapes"),
+    ("vllm", "compressed-tensors", {"kv": 48}, "Marlin pads shapes"),
     ("vllm", "awq", {"settings": AWQ | {"zero_point": False}}, "AWQ's own GEMM"),
     ("vllm", "compressed-tensors", {"group_size": 128}, "on Hopper: Machete"),
     ("vllm", "compressed-tensors", {"bits": 8, "symmetric": False}, "on Hopper (compute capability 9.0) only"),
@@ -171,6 +173,14 @@ SLOW = [
 def test_what_is_taken_but_slowly_is_said(server: str, method: str, changes: dict[str, Any], said: str) -> None:
     found = verdict(server, subject(method, **changes))
     assert found.loads and said in "\n".join(found.notes)
+
+
+@pytest.mark.parametrize("server", ["vllm", "vllm-cpu", "sglang"])
+def test_scales_wider_than_a_server_keeps_them_are_remarked(server: str) -> None:
+    given = subject("compressed-tensors")
+    assert not any("second time" in note for note in verdict(server, given).notes)
+    wide = verdict(server, replace(given, scale_dtype="float32"))
+    assert wide.loads and any("rounded a second time" in note for note in wide.notes)
 
 
 # ------------------------------------------------------------------------------------------------ fused matrices

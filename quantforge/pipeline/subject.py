@@ -35,7 +35,8 @@ def facts_of(plan: Plan, *, has_zero_zero: bool = False) -> CheckpointFacts:
 
 def planned_subject(plan: Plan, format_name: str, tensor_parallel: int = 1) -> Subject:
     """The export that `plan` will write in one format. The bits of a plan with a budget must be settled."""
-    settings = load_format(format_name).config(facts_of(plan))
+    chosen = load_format(format_name)
+    settings = chosen.config(facts_of(plan))
     activation_bits = None if plan.activations is None else plan.activations.bits
     sites = {
         site.name: SiteGrid(
@@ -52,10 +53,10 @@ def planned_subject(plan: Plan, format_name: str, tensor_parallel: int = 1) -> S
     }
     return Subject(
         config={**plan.checkpoint.config, "quantization_config": settings},
-        quant_method=format_name,
+        quant_method=str(settings.get("quant_method", format_name)),
         sites=sites,
         kept=plan.kept_linears,
-        scale_dtype="float16" if format_name in ("gptq", "awq", "gguf") else plan.spec.scale_dtype,
+        scale_dtype=chosen.scale_dtype or plan.spec.scale_dtype,
         tensor_parallel=tensor_parallel,
     )
 
