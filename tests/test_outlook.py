@@ -64,7 +64,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("formats", "settings"),
     [
-        (("compressed-tensors", "gptq"), {"group_size": 32}),
+        (("compressed-tensors", "gptq", "gptq-v2", "awq"), {"group_size": 32}),
         (("compressed-tensors", "gptq"), {"bits": 3, "symmetric": False, "group_size": 64}),
         (("compressed-tensors",), {"bits": 8, "group_size": -1, "activation_bits": 8}),
     ],
@@ -92,11 +92,11 @@ def test_sizes_are_those_of_the_exports_and_servers_are_asked_about_what_is_then
         assert written.scale_dtype == planned.scale_dtype
 
 
-@pytest.mark.parametrize("name", ["compressed-tensors", "gptq"])
+@pytest.mark.parametrize("name", ["compressed-tensors", "gptq", "awq"])
 def test_the_size_of_a_site_is_counted_by_hand(name: str) -> None:
     spec = QuantSpec(4, 128, symmetric=False)
     codes, scales, zeros = 8192 * 28672 // 2, 8192 * 224 * 2, 8192 * 224 // 2
-    extra = 16 if name == "compressed-tensors" else 4 * 28672  # the shape; the group of each input
+    extra = {"compressed-tensors": 16, "gptq": 4 * 28672, "awq": 0}[name]  # the shape; the group of each input
     assert site_bytes(load_format(name), spec, 8192, 28672) == codes + scales + zeros + extra
 
 
