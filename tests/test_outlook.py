@@ -9,14 +9,14 @@ import pytest
 from quantforge.cli import main
 from quantforge.errors import PlanError
 from quantforge.formats import load_format
-from quantforge.model.packed import PackedCheckpoint, open_any
+from quantforge.model.packed import open_any
 from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.pipeline.estimate import estimate
 from quantforge.pipeline.outlook import Load, Outlook, look_ahead
 from quantforge.pipeline.plan import make_plan
 from quantforge.pipeline.run import quantize
 from quantforge.pipeline.stored import site_bytes
-from quantforge.pipeline.subject import checkpoint_subject, float_subject, planned_subject
+from quantforge.pipeline.subject import float_subject, planned_subject, subject_of
 from quantforge.recipe import Recipe
 from quantforge.report import RunFinished
 from quantforge.spec import QuantSpec
@@ -66,6 +66,7 @@ def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("compressed-tensors", "gptq", "gptq-v2", "awq"), {"group_size": 32}),
         (("compressed-tensors", "gptq"), {"bits": 3, "symmetric": False, "group_size": 64}),
+        (("gguf",), {"group_size": 64}),
         (("compressed-tensors",), {"bits": 8, "group_size": -1, "activation_bits": 8}),
     ],
 )
@@ -79,9 +80,7 @@ def test_sizes_are_those_of_the_exports_and_servers_are_asked_about_what_is_then
         name: plan.export_bytes(name) for name in formats
     }
     for name in formats:
-        source = open_any(plan.output_of(name))
-        assert isinstance(source, PackedCheckpoint)
-        written, planned = checkpoint_subject(source), planned_subject(plan, name)
+        written, planned = subject_of(open_any(plan.output_of(name))), planned_subject(plan, name)
         variants = {"variant"} if not plan.spec.symmetric else set()  # gptq is version 2 where a zero is 0
         for site, grid in planned.sites.items():
             own = vars(written.sites[site])

@@ -12,6 +12,7 @@ from quantforge.errors import PlanError, UsageError
 from quantforge.formats import Format, load_format
 from quantforge.methods import Method, OptionValue
 from quantforge.model.memory import memory_bytes
+from quantforge.model.outline import is_outline
 from quantforge.model.packed import quantization_config
 from quantforge.model.shards import DTYPES
 from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
@@ -223,7 +224,8 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
     checkpoint = replace(
         checkpoint, tensors={k: v for k, v in checkpoint.tensors.items() if k not in streamed.duplicates}
     )
-    problems += _container_problems(formats, checkpoint, grids)
+    short: list[str] = []  # of what this machine has: memory, disk, files beside a config
+    (short if is_outline(checkpoint) else problems).extend(_container_problems(formats, checkpoint, grids))
     units: tuple[Unit, ...] = ()
     if not problems and recipe.budget is not None:
         rest_bytes = _rest_bytes(checkpoint, grids.sites)
@@ -232,7 +234,6 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
         shapes = [site.shape for site in grids.sites]
         for target in formats:
             problems += [f"{target.name}: {problem}" for problem in target.problems(grids.specs, shapes)]
-    short: list[str] = []  # of memory or disk
     if recipe.tune_epochs:
         problems += _untunable(activations)
         short += _too_large_to_tune(streamed)

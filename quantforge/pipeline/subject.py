@@ -7,15 +7,14 @@ from collections.abc import Mapping
 from quantforge.contracts import SiteGrid, Subject
 from quantforge.errors import SourceError
 from quantforge.formats import CheckpointFacts, load_format
+from quantforge.formats.gguf.blocks import BLOCK, block_type
+from quantforge.model.gguf_file import GgufCheckpoint
 from quantforge.model.packed import PackedCheckpoint, quantization_config
 from quantforge.model.shards import DTYPES, TensorInfo
-from quantforge.model.source import Checkpoint
+from quantforge.model.source import Checkpoint, TensorSource
 from quantforge.pipeline.plan import Plan
 from quantforge.readers import Scheme
 from quantforge.spec import QuantSpec
-
-GGUF_TYPES = {(4, True): "Q4_0", (4, False): "Q4_1", (8, True): "Q8_0"}
-"""(bits, symmetric) -> the GGUF type of that grid, in groups of 32."""
 
 _LAYER = re.compile(r"\.\d+\.")
 _HEADS = ("lm_head", "embed_out")
@@ -43,7 +42,7 @@ def planned_subject(plan: Plan, format_name: str, tensor_parallel: int = 1) -> S
             out_features=site.out_features,
             in_features=site.in_features,
             bits=spec.bits,
-            group_size=spec.group_size,
+            group_size=spec.group_size if chosen.container is None else BLOCK,
             symmetric=spec.symmetric,
             variant=_variant(format_name, settings, spec),
             activation_bits=activation_bits,
@@ -59,6 +58,16 @@ def planned_subject(plan: Plan, format_name: str, tensor_parallel: int = 1) -> S
         scale_dtype=chosen.scale_dtype or plan.spec.scale_dtype,
         tensor_parallel=tensor_parallel,
     )
+
+
+def subject_of(source: TensorSource, tensor_parallel: int = 1) -> Subject:
+    """A checkpoint that exists, whatever it is; see `model.packed.open_any`."""
+    if isinstance(source, PackedCheckpoint):
+        return checkpoint_subject(source, tensor_parallel)
+    if isinstance(source, GgufCheckpoint):
+        return gguf_subject(source, tensor_parallel)
+    assert isinstance(source, Checkpoint)
+    return float_subject(source, tensor_parallel)
 
 
 def float_subject(checkpoint: Checkpoint, tensor_parallel: int = 1) -> Subject:
@@ -99,10 +108,22 @@ def checkpoint_subject(source: PackedCheckpoint, tensor_parallel: int = 1) -> Su
     )
 
 
+def gguf_subject(source: GgufCheckpoint, tensor_parallel: int = 1) -> Subject:
+    """A GGUF file beside a config.json; every block is a group, types whose name ends in 1 have minima."""
+    sites = {}
+    for key, tensor in source.tensors.items():
+        if source.is_packed(key) and len(tensor.shape) == 2:
+            bits, symmetric = int(re.sub(r"\D.*", "", tensor.kind.lstrip("ITQ")) or 0), not tensor.kind.endswith("_1")
+            sites[key.removesuffix(".weight")] = SiteGrid(*tensor.shape, bits, BLOCK, symmetric, tensor.kind)
+    kept = [key.removesuffix(".weight") for key, tensor in source.tensors.items() if len(tensor.shape) == 2]
+    inside = tuple(name for name in kept if name not in sites and (_LAYER.search(name) or name in _HEADS))
+    return Subject(source.config, "gguf", sites, inside, "float16", tensor_parallel)
+
+
 def _variant(format_name: str, settings: Mapping[str, object], spec: QuantSpec) -> str:
     """The layout of one site, in the words of `contracts.SiteGrid`."""
-    if format_name == "gguf":
-        return GGUF_TYPES.get((spec.bits, spec.symmetric), f"{spec.bits} bits")
+    if load_format(format_name).container is not None:
+        return block_type(spec) or spec.label()
     named = next((settings[key] for key in ("checkpoint_format", "format", "version") if key in settings), format_name)
     return str(named)
 
