@@ -14,7 +14,14 @@ class UsageError(QuantforgeError):
 
 
 class SourceError(QuantforgeError):
-    """A checkpoint cannot be read: missing, truncated, hostile or inconsistent files."""
+    """A checkpoint cannot be read: missing, truncated, hostile or inconsistent files.
+
+    `code` names the kind of fault for programs (``truncated``, ``shape``, ``version``, ...).
+    """
+
+    def __init__(self, text: str, code: str = "unreadable") -> None:
+        self.code = code
+        super().__init__(text)
 
 
 class CalibrationError(QuantforgeError):

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from quantforge.errors import SourceError
-from quantforge.model.shards import DTYPE_NAMES, TensorInfo
+from quantforge.model.shards import DTYPE_NAMES, TensorInfo, opened
 
 PICKLE_INDEX_FILE = "pytorch_model.bin.index.json"
 PICKLE_SINGLE_FILE = "pytorch_model.bin"
@@ -17,6 +17,8 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
 def unpickle(full: Path) -> dict[str, torch.Tensor]:
     """A pickled state dict, through torch's unpickler that builds tensors and plain containers only."""
+    with opened(full):
+        pass  # refuses what may not be read
     try:
         data = torch.load(full, map_location="cpu", mmap=zipfile.is_zipfile(full), weights_only=True)
     except (

@@ -1,9 +1,10 @@
 """Safetensors files and the index of several: which tensor lies where, checked before anything is read."""
 
 import json
+import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -40,6 +41,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 HEADER_LIMIT_BYTES = 100_000_000
+SIZE_LIMIT = 1 << 60  # of an offset, a dim and the elements of a tensor; torch counts bytes in 64 bits
+DIMS_LIMIT = 16
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,13 @@ def read_header(full: Path) -> dict[str, TensorInfo]:
         prefix = handle.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
         if prefix == b"version ":
-            raise SourceError(f"{full} is a Git LFS pointer of {size} bytes, not the weights; run git lfs pull")
+            raise SourceError(
+                f"{full} is a Git LFS pointer of {size} bytes, not the weights; run git lfs pull", "lfs-pointer"
+            )
         if not 2 <= length <= min(HEADER_LIMIT_BYTES, size - 8):
-            raise SourceError(f"{full} is truncated or no safetensors file: {size} bytes, header of {length}")
+            raise SourceError(
+                f"{full} is truncated or no safetensors file: {size} bytes, header of {length}", "truncated"
+            )
         raw = handle.read(length)
     header = _parse_json(raw, f"{full}: the header")
     found = {key: _tensor_info(full, key, e, 8 + length) for key, e in header.items() if key != "__metadata__"}
@@ -76,12 +83,14 @@ def read_header(full: Path) -> dict[str, TensorInfo]:
     for key, info in sorted(found.items(), key=lambda item: (item[1].start, item[1].total_bytes)):
         if info.start != end:
             fault = "overlaps the tensor before it" if info.start < end else "leaves a hole before it"
-            raise SourceError(f"{full}: {key} {fault}: it starts at byte {info.start}, not at {end}")
+            raise SourceError(f"{full}: {key} {fault}: it starts at byte {info.start}, not at {end}", "offsets")
         end += info.total_bytes
     if end > size:
-        raise SourceError(f"{full} is truncated: its tensors end at byte {end}, the file has {size}")
+        raise SourceError(f"{full} is truncated: its tensors end at byte {end}, the file has {size}", "truncated")
     if end < size:
-        raise SourceError(f"{full} is damaged: its tensors end at byte {end}, the file has {size - end} more")
+        raise SourceError(
+            f"{full} is damaged: its tensors end at byte {end}, the file has {size - end} more", "offsets"
+        )
     return found
 
 
@@ -90,22 +99,25 @@ def _tensor_info(full: Path, key: str, entry: Any, data_start: int) -> TensorInf
         map(entry.get, ("dtype", "shape", "data_offsets")) if isinstance(entry, dict) else [None] * 3
     )
     if not isinstance(dtype, str) or not _is_naturals(shape) or not _is_naturals(offsets) or len(offsets) != 2:
-        raise SourceError(f"{full}: the header's entry of {key} is damaged: {str(entry)[:200]}")
+        raise SourceError(f"{full}: the header's entry of {key} is damaged: {str(entry)[:200]}", "header")
     if dtype not in DTYPES:
-        raise SourceError(f"{full}: {key} has dtype {dtype}, which is not supported; known are {', '.join(DTYPES)}")
-    needed = DTYPES[dtype].itemsize
-    for dim in shape:
-        needed *= dim
+        raise SourceError(
+            f"{full}: {key} has dtype {dtype[:40]}, which is not supported; known are {', '.join(DTYPES)}", "header"
+        )
+    if len(shape) > DIMS_LIMIT or math.prod(dim for dim in shape if dim) >= SIZE_LIMIT:
+        raise SourceError(f"{full}: {key} has {len(shape)} dims, {str(shape)[:80]}, which no tensor can have", "header")
+    needed = DTYPES[dtype].itemsize * math.prod(shape)
     start, stop = offsets
     if stop - start != needed:
         raise SourceError(
-            f"{full}: {key} {dtype} {shape} takes {needed} bytes, its offsets {offsets} are {stop - start} apart"
+            f"{full}: {key} {dtype} {shape} takes {needed} bytes, its offsets {offsets} are {stop - start} apart",
+            "offsets",
         )
     return TensorInfo(dtype, tuple(shape), full.name, data_start + start, needed)
 
 
 def _is_naturals(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < SIZE_LIMIT for item in value)
 
 
 # ------------------------------------------------------------------------------------------------ several files
@@ -115,17 +127,16 @@ def read_weight_map(index_file: Path) -> dict[str, str]:
     """Tensor -> file name, from an index."""
     weight_map = read_json(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(value, str) for value in weight_map.values()):
-        raise SourceError(f"{index_file} has no weight_map of tensor names to file names")
+        raise SourceError(f"{index_file} has no weight_map of tensor names to file names", "index")
     if not weight_map:
-        raise SourceError(f"{index_file} has an empty weight_map: it names no tensor")
+        raise SourceError(f"{index_file} has an empty weight_map: it names no tensor", "index")
     return weight_map
 
 
 def files_of_index(index_file: Path, weight_map: dict[str, str]) -> list[str]:
     """The shard names of an index, all checked to be plain names of files that exist beside it."""
     files = sorted(set(weight_map.values()))
-    hostile = [f for f in files if f != os.path.basename(f) or f in ("", ".", "..") or "\\" in f or "\0" in f]
-    if hostile:
+    if hostile := hostile_names(files):
         shown = ", ".join(map(repr, hostile[:3]))
         raise SourceError(f"{index_file} must name files that lie beside it; {len(hostile)} do not: {shown}")
     missing = sorted(set(files) - set(file_names(index_file.parent)))
@@ -134,6 +145,11 @@ def files_of_index(index_file: Path, weight_map: dict[str, str]) -> list[str]:
             f"{index_file.parent}: {len(missing)} of {len(files)} shards are missing: {', '.join(missing[:5])}"
         )
     return files
+
+
+def hostile_names(files: Iterable[str]) -> list[str]:
+    """Those that are anything but the plain name of a file beside the index."""
+    return [f for f in files if f != os.path.basename(f) or f in ("", ".", "..") or "\\" in f or "\0" in f]
 
 
 def collect(path: Path, found: list[tuple[str, dict[str, TensorInfo]]]) -> dict[str, TensorInfo]:
@@ -171,7 +187,7 @@ def file_names(path: Path) -> list[str]:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from a file; SourceError naming the file and the place otherwise."""
     if not file.is_file():
-        raise SourceError(f"{file} is missing")
+        raise SourceError(f"{file} is missing", "missing-file")
     with opened(file) as handle:
         raw = handle.read()
     return _parse_json(raw, str(file))
@@ -183,9 +199,9 @@ def _parse_json(raw: bytes, what: str) -> dict[str, Any]:
         data = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
         json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is found here
     except (ValueError, RecursionError) as error:
-        raise SourceError(f"{what} is not valid JSON: {error}") from error
+        raise SourceError(f"{what} is not valid JSON: {error}", "json") from error
     if not isinstance(data, dict):
-        raise SourceError(f"{what} holds a {type(data).__name__}, not an object")
+        raise SourceError(f"{what} holds a {type(data).__name__}, not an object", "json")
     return data
 
 
@@ -197,9 +213,22 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
+def leaves(file: Path) -> bool:
+    """Whether a file is a link that leads out of its directory; the hub's cache keeps its files in ``blobs``."""
+    root, real = Path(os.path.realpath(file.parent)), Path(os.path.realpath(file))
+    blobs = root.parent.parent / "blobs"
+    return not real.is_relative_to(root) and not (root.parent.name == "snapshots" and real.is_relative_to(blobs))
+
+
 @contextmanager
 def opened(file: Path) -> Iterator[BufferedReader]:
-    """A file open for reading; whatever the system refuses is a SourceError that names the file."""
+    """A file open for reading; whatever the system refuses, and a link out of the directory, is a SourceError."""
+    if leaves(file):
+        raise SourceError(
+            f"{file} is a link to {os.path.realpath(file)}, outside of the checkpoint's directory, and is not followed; "
+            "put the file itself there",
+            "link",
+        )
     try:
         with open(file, "rb") as handle:
             yield handle

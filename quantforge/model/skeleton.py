@@ -1,8 +1,9 @@
 """The model's module tree without weights, and which checkpoint tensor fills which parameter."""
 
 import copy
+import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,10 @@ from torch import nn
 
 from quantforge.errors import NumericsError, SourceError
 from quantforge.model.source import TensorSource
+
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+SIZE_NAMES = re.compile(r"(size|dim|layers?|heads|experts|rank|positions|embeddings|embd|inner|model|depth)$")
+LARGEST_SIZE = 1 << 26
 
 
 def transformers_version() -> str:
@@ -32,6 +37,8 @@ def build_skeleton(path: Path, *, trust_remote_code: bool = False, only_shapes: 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    if found := list(implausible_sizes(source.config, len(source.keys()))):
+        raise SourceError(f"{source.path / 'config.json'} describes no model that could be built: {', '.join(found)}")
     try:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
         if getattr(config, "is_encoder_decoder", False):
@@ -56,6 +63,20 @@ def build_skeleton(path: Path, *, trust_remote_code: bool = False, only_shapes: 
     built: nn.Module = model.float().eval()
     built.tie_weights()  # type: ignore[operator]
     return built.requires_grad_(False)
+
+
+def implausible_sizes(config: Mapping[str, Any], tensors: int) -> Iterator[str]:
+    """Numbers of a config that no checkpoint of so many tensors can have; building such a model would take all memory.
+
+    Every layer has a tensor at least, and no dimension or position comes close to the limit.
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from implausible_sizes(value, tensors)
+        elif type(value) is int and key in LAYER_COUNTS and value > tensors:
+            yield f"{key} is {value}, with {tensors} tensors in the checkpoint"
+        elif type(value) is int and SIZE_NAMES.search(key) and abs(value) > LARGEST_SIZE:
+            yield f"{key} is {value}"
 
 
 def is_conv1d(module: nn.Module) -> bool:

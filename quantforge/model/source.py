@@ -183,7 +183,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """config.json as a dict; SourceError when it is absent, not JSON, or names no architecture."""
     config = read_json(path / "config.json")
     if not config.get("architectures") and not config.get("model_type"):
-        raise SourceError(f"{path / 'config.json'} names neither architectures nor model_type: not a model's config")
+        raise SourceError(
+            f"{path / 'config.json'} names neither architectures nor model_type: not a model's config", "config"
+        )
     return config
 
 

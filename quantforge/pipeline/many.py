@@ -20,9 +20,9 @@ from quantforge.pipeline.files import disk_errors
 from quantforge.pipeline.influence import gather_weights
 from quantforge.pipeline.job import Job, needs_tokens
 from quantforge.pipeline.layers import solve_layers
+from quantforge.pipeline.manifest import REPORT_FILE
 from quantforge.pipeline.plan import Plan, make_plan
 from quantforge.pipeline.run import (
-    REPORT_FILE,
     already_published,
     begin,
     fingerprint_of,

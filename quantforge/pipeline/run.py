@@ -24,6 +24,7 @@ from quantforge.pipeline.files import disk_errors
 from quantforge.pipeline.influence import gather_weights
 from quantforge.pipeline.job import Job, Solved
 from quantforge.pipeline.layers import solve_layers
+from quantforge.pipeline.manifest import FILES_KEY, REPORT_FILE, file_hashes
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.subject import facts_of
 from quantforge.pipeline.tune import tune_scales
@@ -45,7 +46,6 @@ from quantforge.report import (
     Verifying,
 )
 
-REPORT_FILE = "quantforge.json"
 FALLBACK_LIMIT = 0.5
 
 
@@ -272,5 +272,6 @@ def _write(directory: Path, name: str, job: Job, contents: Solved, report: RunRe
     settings = recipe.model_dump(mode="json", exclude={"model", "output"} | ({"bits"} if recipe.budget else set()))
     content = {"quantforge": __version__, "fingerprint": job.fingerprint, "recipe": settings} | report.to_json()
     content.pop("outputs")
+    content[FILES_KEY] = file_hashes(directory)
     write_json(directory / REPORT_FILE, content)
     return report

@@ -36,7 +36,7 @@ def decode(tensors: Mapping[str, torch.Tensor], scheme: Scheme, site: str) -> De
 def _is_pattern_of(name: str, site: str) -> bool:
     try:
         return re.fullmatch(name, site) is not None
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise SourceError(f"quantization_config: extra_config holds {name!r}, no name or pattern: {error}") from error
 
 

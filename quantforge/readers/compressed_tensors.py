@@ -35,7 +35,9 @@ def scheme(config: Mapping[str, Any], site: str) -> Scheme:
     """What the config group that targets the site most specifically says of its weights."""
     for entry in _strings(config.get("ignore") or [], "ignore"):
         if _specificity(entry, site) > 0:
-            raise SourceError(f"{site} has quantized tensors, but {entry!r} in ignore says it is not quantized")
+            raise SourceError(
+                f"{site} has quantized tensors, but {entry!r} in ignore says it is not quantized", "ignored"
+            )
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise SourceError("quantization_config: config_groups is missing or empty")
@@ -120,7 +122,9 @@ def decode(tensors: Mapping[str, torch.Tensor], scheme: Scheme, site: str) -> De
     out_features, in_features = codes.shape
     label = f"{site} ({scheme.label()}, out {out_features}, in {in_features})"
     if scheme.group_size is not None and in_features % scheme.group_size:
-        raise SourceError(f"{label}: group size {scheme.group_size} does not divide {in_features} input features")
+        raise SourceError(
+            f"{label}: group size {scheme.group_size} does not divide {in_features} input features", "shape"
+        )
     groups = 1 if scheme.group_size is None else in_features // scheme.group_size
     scale = tensors.get("weight_scale")
     if scale is not None and scheme.group_size is None and scale.numel() == 1:
@@ -142,7 +146,7 @@ def _packed_codes(tensors: Mapping[str, torch.Tensor], scheme: Scheme, site: str
     expect(shape, (2,), "weight_shape", site)
     out_features, in_features = (int(size) for size in shape)
     if out_features < 1 or in_features < 1:
-        raise SourceError(f"{site}: weight_shape holds {[out_features, in_features]}, expected positive sizes")
+        raise SourceError(f"{site}: weight_shape holds {[out_features, in_features]}, expected positive sizes", "shape")
     label = f"{site} ({scheme.label()}, out {out_features}, in {in_features})"
     expect(packed, (out_features, words_for(in_features, scheme.bits)), "weight_packed", label)
     return unpack_rows(packed, scheme.bits, in_features)
@@ -182,7 +186,9 @@ def _zero(
         zero = unpack_rows(found.t(), scheme.bits, shape[0]).t().contiguous()
     if scheme.symmetric and not torch.equal(zero, middle):
         values = sorted(set(zero.flatten().tolist()))
-        raise SourceError(f"{site}: the config says symmetric (zero {int(middle[0, 0])}), the file holds {values[:8]}")
+        raise SourceError(
+            f"{site}: the config says symmetric (zero {int(middle[0, 0])}), the file holds {values[:8]}", "zeros"
+        )
     return zero
 
 

@@ -17,6 +17,7 @@ from quantforge.readers import DecodedWeight, Reader, Scheme
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 BITS = (2, 3, 4, 8)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+GROUP_LIMIT = 1 << 31
 WORDS_AT_ONCE = 1 << 20  # bounds the memory of unpacking, 32 bytes a word
 
 
@@ -48,7 +49,9 @@ def with_dynamic(config: Mapping[str, Any], site: str) -> Mapping[str, Any]:
         pattern = rule[2:] if rule[:2] in ("+:", "-:") else rule
         if matches(pattern, site, "dynamic"):
             if rule.startswith("-:"):
-                raise SourceError(f"{site} has packed tensors, but dynamic rule {rule!r} says it is not quantized")
+                raise SourceError(
+                    f"{site} has packed tensors, but dynamic rule {rule!r} says it is not quantized", "ignored"
+                )
             return with_override(config, override, site)
     return config
 
@@ -64,9 +67,9 @@ def plain_scheme(settings: Mapping[str, Any], version: str, site: str) -> Scheme
     """A Scheme from ``bits``, ``group_size`` (-1: per channel) and ``sym``, each checked."""
     bits, group_size, symmetric = settings.get("bits"), settings.get("group_size"), settings.get("sym")
     where = f"quantization_config, as it applies to {site}:"
-    if isinstance(bits, bool) or bits not in BITS:
+    if type(bits) is not int or bits not in BITS:
         raise SourceError(f"{where} bits is {bits!r}; readable: {', '.join(map(str, BITS))}")
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or (group_size < 1 and group_size != -1):
+    if type(group_size) is not int or not (1 <= group_size < GROUP_LIMIT or group_size == -1):
         raise SourceError(f"{where} group_size is {group_size!r}; expected a positive number, or -1 for whole rows")
     if not isinstance(symmetric, bool):
         raise SourceError(f"{where} sym is {symmetric!r}; expected true or false")
@@ -108,9 +111,12 @@ def check_symmetric_zero(zero: torch.Tensor, scheme: Scheme, site: str) -> None:
         other = "gptq_v2" if scheme.checkpoint_format == "gptq" else "gptq"
         raise SourceError(
             f"{site}: checkpoint_format says {scheme.checkpoint_format}, but every zero then reads {values[0]} where a "
-            f"symmetric {scheme.bits}-bit grid has {middle}; these are {other} zeros: set checkpoint_format to it"
+            f"symmetric {scheme.bits}-bit grid has {middle}; these are {other} zeros: set checkpoint_format to it",
+            "version",
         )
-    raise SourceError(f"{site}: the config says symmetric (zero {middle}), but the file holds zeros {values[:8]}")
+    raise SourceError(
+        f"{site}: the config says symmetric (zero {middle}), but the file holds zeros {values[:8]}", "zeros"
+    )
 
 
 def group_index(index: torch.Tensor | None, in_features: int, scheme: Scheme, site: str) -> torch.Tensor:
@@ -122,13 +128,16 @@ def group_index(index: torch.Tensor | None, in_features: int, scheme: Scheme, si
     groups = int(regular[-1]) + 1
     low, high = int(index.min()), int(index.max())
     if low < 0 or high >= groups:
-        raise SourceError(f"{site}: g_idx spans {low} to {high}; {groups} groups are numbered 0 to {groups - 1}")
+        raise SourceError(
+            f"{site}: g_idx spans {low} to {high}; {groups} groups are numbered 0 to {groups - 1}", "order"
+        )
     sizes, expected = torch.bincount(index, minlength=groups), torch.bincount(regular, minlength=groups)
     if not torch.equal(sizes, expected):
         bad = int((sizes != expected).nonzero()[0])
         raise SourceError(
             f"{site}: g_idx gives group {bad} {int(sizes[bad])} inputs instead of {int(expected[bad])} "
-            f"(in {in_features}, group size {scheme.group_size})"
+            f"(in {in_features}, group size {scheme.group_size})",
+            "order",
         )
     return index
 
@@ -140,7 +149,7 @@ def matches(pattern: str, site: str, key: str) -> bool:
     """``re.match`` of a pattern found in a config; SourceError when it is not a regular expression."""
     try:
         return re.match(pattern, site) is not None
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise SourceError(f"quantization_config: {key} holds {pattern!r}, not a regular expression: {error}") from error
 
 
@@ -165,25 +174,29 @@ def tensor(
 ) -> torch.Tensor:
     """The tensor `suffix` of a site, if it is there with one of the dtypes and that many dims."""
     if suffix not in tensors:
-        raise SourceError(f"{site}: tensor {suffix} is missing; present: {', '.join(sorted(tensors)) or 'none'}")
+        raise SourceError(
+            f"{site}: tensor {suffix} is missing; present: {', '.join(sorted(tensors)) or 'none'}", "part-missing"
+        )
     found = tensors[suffix]
     if found.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
-        raise SourceError(f"{site}: {suffix} is {found.dtype}, expected {expected}")
+        raise SourceError(f"{site}: {suffix} is {found.dtype}, expected {expected}", "dtype")
     if found.ndim != dims or found.numel() == 0:
-        raise SourceError(f"{site}: {suffix} has shape {list(found.shape)}, expected {dims} dims, none of them empty")
+        raise SourceError(
+            f"{site}: {suffix} has shape {list(found.shape)}, expected {dims} dims, none of them empty", "shape"
+        )
     return found
 
 
 def expect(found: torch.Tensor, shape: tuple[int, ...], suffix: str, label: str) -> None:
     if tuple(found.shape) != shape:
-        raise SourceError(f"{label}: {suffix} has shape {list(found.shape)}, expected {list(shape)}")
+        raise SourceError(f"{label}: {suffix} has shape {list(found.shape)}, expected {list(shape)}", "shape")
 
 
 def finite(scales: torch.Tensor, suffix: str, site: str) -> None:
     bad = int((~torch.isfinite(scales)).sum())
     if bad:
-        raise SourceError(f"{site}: {bad} of {scales.numel()} values of {suffix} are not finite")
+        raise SourceError(f"{site}: {bad} of {scales.numel()} values of {suffix} are not finite", "not-finite")
 
 
 READER = Reader(quant_method="gptq", group_keys=group_keys, scheme=scheme, decode=decode)
