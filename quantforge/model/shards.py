@@ -225,8 +225,8 @@ def opened(file: Path) -> Iterator[BufferedReader]:
     """A file open for reading; whatever the system refuses, and a link out of the directory, is a SourceError."""
     if leaves(file):
         raise SourceError(
-            f"{file} is a link to {os.path.realpath(file)}, outside of the checkpoint's directory, and is not followed; "
-            "put the file itself there",
+            f"{file} is a link to {os.path.realpath(file)}, which is outside of the checkpoint's directory; it is not "
+            "followed: put the file itself there",
             "link",
         )
     try:

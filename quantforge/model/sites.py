@@ -92,7 +92,7 @@ def read_layout(model: nn.Module, keys: KeyMap) -> ModelLayout:
             f"{len(missing)} parameters of the decoder layers have no tensor in the checkpoint: "
             f"{', '.join(missing[:3])}"
         )
-    head = _output_head(model)
+    head = output_head(model)
     if head is not None:  # also when it is tied to the embedding
         kept_linears.append(head)
     return ModelLayout(stack, len(layers), tuple(sites), kept, tuple(dict.fromkeys(kept_linears)))
@@ -131,7 +131,7 @@ def _reason_to_keep(owner: nn.Module, owner_name: str, leaf: str, below: bool, n
     return None
 
 
-def _output_head(model: nn.Module) -> str | None:
+def output_head(model: nn.Module) -> str | None:
     """Module path of the output head, or None when the model has none."""
     getter = getattr(model, "get_output_embeddings", None)
     head = getter() if getter is not None else None

@@ -1,7 +1,6 @@
 """SHA-256 of every file of an export, kept in its report, so that any byte that changes later is found."""
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 
 from quantforge.model.shards import opened
@@ -20,9 +19,9 @@ def file_hash(file: Path) -> str:
     return digest.hexdigest()
 
 
-def file_hashes(directory: Path, known: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The hash of every file below a directory but its report, by relative path; those in `known` are not read again."""
+def file_hashes(directory: Path) -> dict[str, str]:
+    """The hash of every file below a directory but its report, by relative path."""
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     names = {file.relative_to(directory).as_posix(): file for file in files}
     names.pop(REPORT_FILE, None)
-    return {name: (known or {}).get(name) or file_hash(file) for name, file in names.items()}
+    return {name: file_hash(file) for name, file in names.items()}

@@ -7,7 +7,7 @@ from typing import Any
 from quantforge.errors import SourceError
 from quantforge.model.generation import generation_problem
 from quantforge.pipeline.examine.files import Files
-from quantforge.pipeline.examine.findings import Finding, error, listed, refused, warning
+from quantforge.pipeline.examine.findings import Finding, error, listed, warning
 from quantforge.readers import Reader, load_reader
 
 SIDE_CONFIGS = ("quantize_config.json", "quantization_config.json")
@@ -22,8 +22,8 @@ PACKED_SUFFIXES = (".qweight", ".weight_packed")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 FIVE_ONLY_CLASS, OLDER_CLASS = "TokenizersBackend", "PreTrainedTokenizerFast"
 CHAT_MARKERS = (
-    "<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|start_of_turn|>", "<|assistant|>", "<|user|>", "[INST]",
-    "<｜Assistant｜>", "<|start_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|turn>", "<|start|>",
+    "<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|start_of_turn|>", "<|assistant|>", "<|user|>",
+    "[INST]", "<\uff5cAssistant\uff5c>", "<|start_of_role|>", "<|START_OF_TURN_TOKEN|>", "<|turn>", "<|start|>",
 )  # fmt: skip
 
 
@@ -56,7 +56,9 @@ def find_quantization(files: Files) -> tuple[Quantization, list[Finding]]:
     if not isinstance(method, str):
         says = "has no quant_method" if method is None else f"has the quant_method {str(method)[:80]}"
         advice = f"; by its tensors and keys it is {inferred}" if inferred else ""
-        findings.append(error("quant-method", "config.json", f"quantization_config {says}, so no loader reads it{advice}"))
+        findings.append(
+            error("quant-method", "config.json", f"quantization_config {says}, so no loader reads it{advice}")
+        )
         method = inferred
     elif layout is not None and LAYOUTS.get(method, layout) != layout:
         text = f"quant_method is {method}, and the packed tensors are those of {layout}"
@@ -81,7 +83,9 @@ def packed_layout(files: Files) -> str | None:
     tensors = files.checkpoint.tensors
     for key, info in tensors.items():
         site, _, suffix = key.rpartition(".")
-        if suffix == "weight_packed" or (suffix == "weight" and info.dtype == "I8" and f"{site}.weight_scale" in tensors):
+        if suffix == "weight_packed" or (
+            suffix == "weight" and info.dtype == "I8" and f"{site}.weight_scale" in tensors
+        ):
             return COMPRESSED_LAYOUT
         zeros = tensors.get(f"{site}.qzeros")
         if suffix == "qweight" and zeros is not None:
@@ -142,14 +146,18 @@ def check_side_files(files: Files) -> Iterator[Finding]:
     generation = files.objects.get("generation_config.json")
     if generation is not None and (problem := generation_problem(generation)) is not None:
         yield warning("generation", "generation_config.json", f"transformers would not save it again: {problem}")
-    if not any(name in files.names for name in TOKENIZER_FILES) and not any(n.endswith(".tiktoken") for n in files.names):
+    if not any(name in files.names for name in TOKENIZER_FILES) and not any(
+        n.endswith(".tiktoken") for n in files.names
+    ):
         text = f"there is no tokenizer ({listed(TOKENIZER_FILES)}); servers need one beside the weights"
         yield warning("tokenizer-missing", "tokenizer.json", text)
         return
     settings = files.objects.get("tokenizer_config.json", {})
     if settings.get("tokenizer_class") == FIVE_ONLY_CLASS:
         text = f"tokenizer_class is {FIVE_ONLY_CLASS}, which transformers before 5 does not know and servers may be of"
-        yield warning("tokenizer-class", "tokenizer_config.json", f"{text}; {OLDER_CLASS} is the same, and known to both")
+        yield warning(
+            "tokenizer-class", "tokenizer_config.json", f"{text}; {OLDER_CLASS} is the same, and known to both"
+        )
     if has_chat_template(files):
         return
     markers = [marker for marker in CHAT_MARKERS if marker in set(_special_tokens(files))]
@@ -176,8 +184,3 @@ def _special_tokens(files: Files) -> Iterator[str]:
         content = value.get("content") if isinstance(value, dict) else value
         if isinstance(content, str):
             yield content
-
-
-def refused_settings(fault: SourceError, site: str) -> Finding:
-    """What a reader refused of the settings of one site."""
-    return refused(fault, site) if fault.code != "unreadable" else error("quant-config", site, str(fault))

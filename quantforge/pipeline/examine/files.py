@@ -63,7 +63,9 @@ def read_files(path: Path) -> tuple[Files, list[Finding]]:
     findings: list[Finding] = []
     outside = sorted(entry.name for entry in path.iterdir() if entry.is_symlink() and leaves(entry))
     findings += [
-        error("link", name, f"{name} is a link that leads out of the directory; it is not read. Put the file itself there")
+        error(
+            "link", name, f"{name} is a link that leads out of the directory; it is not read. Put the file itself there"
+        )
         for name in outside
     ]
     names = tuple(name for name in file_names(path) if name not in outside)
@@ -107,7 +109,9 @@ def _weight_files(names: tuple[str, ...], index: dict[str, str] | None, findings
     if SINGLE_FILE in names:
         others = [name for name in present if name != SINGLE_FILE]
         if INDEX_FILE in names:
-            text = f"{SINGLE_FILE} and {INDEX_FILE} are both there: transformers reads the one, servers the other's files"
+            text = (
+                f"{SINGLE_FILE} and {INDEX_FILE} are both there: transformers reads the one, servers the other's files"
+            )
             findings.append(error("two-sources", SINGLE_FILE, f"{text}; remove what is not meant"))
         elif others:
             findings.append(warning("unread-file", others[0], f"not read beside {SINGLE_FILE}: {listed(others)}"))
@@ -115,7 +119,9 @@ def _weight_files(names: tuple[str, ...], index: dict[str, str] | None, findings
     if index is not None:
         named = sorted(set(index.values()))
         hostile = hostile_names(named)
-        findings += [error("index-path", name[:200], f"the index names {name[:200]!r}, no file beside it") for name in hostile]
+        findings += [
+            error("index-path", name[:200], f"the index names {name[:200]!r}, no file beside it") for name in hostile
+        ]
         plain = [name for name in named if name not in hostile]
         findings += [
             error("shard-missing", name, f"{name} is in the index and not in the directory; download it again")
@@ -127,7 +133,9 @@ def _weight_files(names: tuple[str, ...], index: dict[str, str] | None, findings
         return [name for name in plain if name in names]
     if not present:
         pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
-        text = f"pickles ({listed(pickles)}), which can run code; convert them to safetensors" if pickles else "no weights"
+        text = (
+            f"pickles ({listed(pickles)}), which can run code; convert them to safetensors" if pickles else "no weights"
+        )
         findings.append(error("no-weights", SINGLE_FILE, f"the directory holds {text}"))
         return []
     if INDEX_FILE not in names:
@@ -148,9 +156,7 @@ def _unnumbered(present: list[str]) -> Iterator[Finding]:
         return
 
 
-def _read_headers(
-    path: Path, weights: list[str], findings: list[Finding]
-) -> tuple[dict[str, TensorInfo], set[str]]:
+def _read_headers(path: Path, weights: list[str], findings: list[Finding]) -> tuple[dict[str, TensorInfo], set[str]]:
     """The tensors of all readable files, the first of each name, and which files are readable."""
     tensors: dict[str, TensorInfo] = {}
     readable = set()
@@ -184,7 +190,9 @@ def _wrong_size(files: Files) -> Iterator[Finding]:
     declared = metadata.get("total_size") if isinstance(metadata, dict) else None
     total = files.checkpoint.total_bytes
     if files.whole and declared is not None and declared != total:
-        text = f"the index gives a total_size of {str(declared)[:40]} bytes, the tensors have {total}; --fix corrects it"
+        text = (
+            f"the index gives a total_size of {str(declared)[:40]} bytes, the tensors have {total}; --fix corrects it"
+        )
         yield warning("index-size", INDEX_FILE, text)
 
 

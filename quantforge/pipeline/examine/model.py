@@ -4,7 +4,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +11,12 @@ from torch import nn
 from quantforge.errors import SourceError
 from quantforge.model.packed import PackedCheckpoint
 from quantforge.model.shards import DTYPES
+from quantforge.model.sites import output_head
 from quantforge.model.skeleton import KeyMap, build_skeleton, find_stack, is_conv1d, map_keys
 from quantforge.model.source import TensorSource
 from quantforge.pipeline.examine.config import Quantization
 from quantforge.pipeline.examine.files import Files
-from quantforge.pipeline.examine.findings import Finding, error, listed, refused, warning
+from quantforge.pipeline.examine.findings import Finding, error, listed, warning
 from quantforge.pipeline.examine.sites import Site
 
 
@@ -47,8 +47,8 @@ class Described:
 
 def check_model(
     files: Files, quantization: Quantization, sites: Mapping[str, Site], *, trust_remote_code: bool = False
-) -> tuple[list[Finding], list[str]]:
-    """(findings, notes): parameters without a tensor, tensors without a parameter, shapes, layers, ties, ignored modules."""
+) -> list[Finding]:
+    """Parameters without a tensor, tensors without a parameter, shapes, layers, ties, ignored modules."""
     source: TensorSource = files.checkpoint
     if quantization.reader is not None and quantization.sites:
         schemes = {name: site.scheme for name, site in sites.items()}
@@ -57,13 +57,13 @@ def check_model(
         model = build_skeleton(source, trust_remote_code=trust_remote_code)
         stack, layers = find_stack(model)
     except SourceError as fault:
-        return [error("model", "config.json", str(fault))], []
+        return [error("model", "config.json", str(fault))]
     keys = map_keys(model, source.keys())
     described = Described(files, source, sites, model, keys, stack, len(layers))
     findings = [*_misfits(described), *_missing(described), *_unused(described), *_ties(described)]
     if quantization.reader is not None and quantization.settings is not None and files.whole:
         findings += _unlisted(described, quantization)
-    return findings, []
+    return findings
 
 
 def _misfits(described: Described) -> Iterator[Finding]:
@@ -100,8 +100,10 @@ def _missing(described: Described) -> Iterator[Finding]:
     empty = [layer for layer in range(layers) if layer not in present]
     if empty:
         text = f"config.json says {layers} layers, and there are no tensors of {listed(map(str, empty))}"
-        yield error("layers", f"{described.stack}.{empty[0]}", f"{text}: num_hidden_layers is wrong, or a shard is lost")
-    head = _head(described.model)
+        yield error(
+            "layers", f"{described.stack}.{empty[0]}", f"{text}: num_hidden_layers is wrong, or a shard is lost"
+        )
+    head = output_head(described.model)
     for name in missing:
         if _layer_of(name, described) in empty:
             continue
@@ -109,7 +111,9 @@ def _missing(described: Described) -> Iterator[Finding]:
             text = f"tie_word_embeddings is false and there is no {name}: restore it, or, if the head is the embedding,"
             yield error("head-missing", name, f"{text} set tie_word_embeddings to true")
         else:
-            yield error("tensor-missing", name, f"the model of config.json has a parameter {name}, the checkpoint no tensor")
+            yield error(
+                "tensor-missing", name, f"the model of config.json has a parameter {name}, the checkpoint no tensor"
+            )
 
 
 def _unused(described: Described) -> Iterator[Finding]:
@@ -117,8 +121,8 @@ def _unused(described: Described) -> Iterator[Finding]:
     keys = described.keys
     used = set(keys.plain.values()).union(*keys.converted.values())
     ignored = getattr(described.model, "_keys_to_ignore_on_load_unexpected", None) or []
-    extra = [key for key in described.source.keys() if key not in used]
-    extra = [key for key in extra if not key.endswith("rotary_emb.inv_freq")]
+    stored = described.source.keys()
+    extra = [key for key in stored if key not in used and not key.endswith("rotary_emb.inv_freq")]
     extra = [key for key in extra if not any(re.search(pattern, key) for pattern in ignored)]
     numbers = {key: _stored_layer(key, described) for key in extra}
     config = described.files.checkpoint.config
@@ -132,7 +136,9 @@ def _unused(described: Described) -> Iterator[Finding]:
         yield error("layers", where, f"{says}, which no loader would use: num_hidden_layers is wrong")
     for key, number in numbers.items():
         if number is None or number < described.layers:
-            yield warning("tensor-unused", key, f"{key} belongs to no parameter of the model that config.json describes")
+            yield warning(
+                "tensor-unused", key, f"{key} belongs to no parameter of the model that config.json describes"
+            )
 
 
 def _ties(described: Described) -> Iterator[Finding]:
@@ -188,12 +194,6 @@ def _layer_of(name: str, described: Described) -> int | None:
 def _stored_layer(key: str, described: Described) -> int | None:
     number = key.removeprefix(described.stored_prefix).partition(".")[0]
     return int(number) if key.startswith(described.stored_prefix) and re.fullmatch("[0-9]{1,6}", number) else None
-
-
-def _head(model: nn.Module) -> str | None:
-    getter: Any = getattr(model, "get_output_embeddings", None)
-    head = getter() if getter is not None else None
-    return next((name for name, module in model.named_modules() if module is head), None) if head is not None else None
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

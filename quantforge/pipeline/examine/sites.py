@@ -48,7 +48,9 @@ def read_sites(
         try:
             scheme = reader.scheme(settings, name)
         except SourceError as fault:
-            findings.append(refused(fault, name) if fault.code == "ignored" else error("quant-config", name, str(fault)))
+            findings.append(
+                refused(fault, name) if fault.code == "ignored" else error("quant-config", name, str(fault))
+            )
             continue
         try:
             decoded = reader.decode({s: files.checkpoint.read(key) for s, key in parts.items()}, scheme, name)
@@ -70,7 +72,9 @@ def _zero_scales(name: str, decoded: DecodedWeight) -> Iterator[Finding]:
     if zeros == decoded.scale.numel():
         yield error("zero-scale", name, f"{name}: all {zeros} scales are zero, and so is the whole matrix")
     elif zeros:
-        yield warning("zero-scale", name, f"{name}: {zeros} of {decoded.scale.numel()} scales are zero, and their groups")
+        yield warning(
+            "zero-scale", name, f"{name}: {zeros} of {decoded.scale.numel()} scales are zero, and their groups"
+        )
 
 
 def _order(name: str, decoded: DecodedWeight, quantization: Quantization) -> Iterator[Finding]:
@@ -78,7 +82,9 @@ def _order(name: str, decoded: DecodedWeight, quantization: Quantization) -> Ite
     settings = quantization.settings or {}
     if settings.get("desc_act") is False and bool((index[1:] < index[:-1]).any()):
         text = f"{name}: g_idx gives inputs to groups in an order of its own, and desc_act is false"
-        yield error("order", name, f"{text}: servers then ignore g_idx and compute something else; set desc_act to true")
+        yield error(
+            "order", name, f"{text}: servers then ignore g_idx and compute something else; set desc_act to true"
+        )
 
 
 def check_floats(checkpoint: Checkpoint, packed: set[str]) -> Iterator[Finding]:
