@@ -97,6 +97,35 @@ def tiny_gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def tiny_exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Exports of a few kB, rounded to nearest, and their ``source``, all without a tokenizer. Read only."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from quantforge.pipeline.plan import make_plan
+    from quantforge.pipeline.run import quantize
+    from quantforge.recipe import Recipe
+
+    root = tmp_path_factory.mktemp("tiny-exports")
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16).save_pretrained(root / "source")
+    exports = {
+        "gptq": {"formats": ("gptq",)},
+        "gptq-asym": {"formats": ("gptq",), "symmetric": False},
+        "sharded": {"formats": ("gptq",), "max_shard_size": "10KB"},
+        "packed": {"formats": ("compressed-tensors",), "symmetric": False},
+        "w8a8": {"formats": ("compressed-tensors",), "bits": 8, "activation_bits": 8, "group_size": -1},
+    }
+    for name, own in exports.items():
+        fields = {"model": str(root / "source"), "output": str(root / name), "method": "rtn", "group_size": 16}
+        recipe = Recipe.model_validate(fields | own)
+        assert list(quantize(recipe, make_plan(recipe)))
+    return {name: root / name for name in ("source", *exports)}
+
+
+@pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A text to calibrate on: 6000 words in an order of their own."""
     import torch

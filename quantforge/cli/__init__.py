@@ -24,6 +24,7 @@ from quantforge.cli.inspect import inspect
 from quantforge.cli.plan import plan
 from quantforge.cli.quantize import quantize
 from quantforge.cli.recipes import recipes
+from quantforge.cli.verify import verify
 from quantforge.errors import QuantforgeError
 
 app = typer.Typer(
@@ -39,6 +40,7 @@ app.command("plan", cls=FlagCommand, short_help="What quantizing a model would g
 app.command("eval", short_help="Perplexity, and KL and top-1 against a reference.")(evaluate)
 app.command("inspect", short_help="What a checkpoint holds, and what was left alone.")(inspect)
 app.command("convert", short_help="The same weights in another format, exactly.")(convert)
+app.command("verify", short_help="All that is wrong with a checkpoint; --fix repairs a copy.")(verify)
 app.add_typer(recipes, name="recipes", short_help="Recipes that come with the package: list, show, copy.")
 
 

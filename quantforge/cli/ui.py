@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from quantforge import report as events
 from quantforge.cli import outlookview
+from quantforge.cli.examined import examined, outcome
 from quantforge.cli.runview import RunView, chosen, folded, gathered, leaf, megabytes
 from quantforge.reading import ResolvedRecipe
 from quantforge.recipe import Recipe, variant_name
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from quantforge.evaluate.divergence import EvalResult
     from quantforge.pipeline.convert import Conversion
     from quantforge.pipeline.describe import CheckpointDescription
+    from quantforge.pipeline.examine import Examination
     from quantforge.pipeline.outlook import Outlook
     from quantforge.pipeline.plan import Plan
+    from quantforge.pipeline.repair import Repaired
 
 Advance = Callable[[str, int, int], None]
 
@@ -281,6 +284,24 @@ class Ui:
                 self.warn(note)
             else:
                 self.facts([("note", note)])
+
+    def examination(self, found: "Examination") -> None:
+        """What was found in a checkpoint."""
+        if self.as_json:
+            self._json(found.to_json())
+            return
+        self._facts(examined(found))
+        self._servers("", found.verdicts)
+        self._facts([("result", outcome(found))])
+
+    def repaired(self, before: "Examination", done: "Repaired") -> None:
+        """What was found, what was done about it, and what is left."""
+        if self.as_json:
+            self._json({"before": before.to_json(), **done.to_json()})
+            return
+        self._facts([*examined(before), *(("repaired", text) for text in done.repairs)])
+        self._facts([("output", f"{done.path}, examined again"), *examined(done.after)[1:]])
+        self._facts([("result", outcome(done.after))])
 
     def recipes(self, shipped: Sequence[tuple[str, str, Recipe]]) -> None:
         """The recipes that come with the package: name, text, what it says."""

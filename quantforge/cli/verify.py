@@ -11,7 +11,8 @@ def verify(
         str | None, Option("--reference", metavar="MODEL", help="The float model it was made from.", show_default=False)
     ] = None,
     fix: Annotated[
-        str | None, Option("--fix", metavar="OUT", help="Write a repaired copy into this directory.", show_default=False)
+        str | None,
+        Option("--fix", metavar="OUT", help="Write a repaired copy into this directory.", show_default=False),
     ] = None,
     tensor_parallel: Annotated[int, Option("--tp", min=1, help="Devices over which servers split it.")] = 1,
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the checkpoint.")] = False,
@@ -32,9 +33,7 @@ def verify(
     from quantforge.pipeline.examine import examine
 
     ui = Ui(as_json=as_json)
-    found = examine(
-        checkpoint, reference, tensor_parallel=tensor_parallel, trust_remote_code=trust_remote_code
-    )
+    found = examine(checkpoint, reference, tensor_parallel=tensor_parallel, trust_remote_code=trust_remote_code)
     if fix is None:
         ui.examination(found)
     else:

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -120,6 +120,19 @@ def _is_naturals(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < SIZE_LIMIT for item in value)
 
 
+def header_bytes(tensors: Mapping[str, TensorInfo]) -> bytes:
+    """The first bytes of a file that holds these tensors, one behind the other: length and header."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for key, info in tensors.items():
+        stop = offset + info.total_bytes
+        header[key] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [offset, stop]}
+        offset = stop
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)
+    return struct.pack("<Q", len(raw)) + raw
+
+
 # ------------------------------------------------------------------------------------------------ several files
 
 
@@ -223,7 +236,7 @@ def leaves(file: Path) -> bool:
 @contextmanager
 def opened(file: Path) -> Iterator[BufferedReader]:
     """A file open for reading; whatever the system refuses, and a link out of the directory, is a SourceError."""
-    if leaves(file):
+    if os.path.islink(file) and leaves(file):
         raise SourceError(
             f"{file} is a link to {os.path.realpath(file)}, which is outside of the checkpoint's directory; it is not "
             "followed: put the file itself there",

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from quantforge.errors import NumericsError, SourceError
-from quantforge.model.source import TensorSource
+from quantforge.model.source import TensorSource, read_config
 
 LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 SIZE_NAMES = re.compile(r"(size|dim|layers?|heads|experts|rank|positions|embeddings|embd|inner|model|depth)$")
 LARGEST_SIZE = 1 << 26
+MOST_LAYERS = 10_000
 
 
 def transformers_version() -> str:
@@ -26,10 +27,13 @@ def transformers_version() -> str:
     return transformers.__version__
 
 
-def build_skeleton(path: Path, *, trust_remote_code: bool = False, only_shapes: bool = False) -> nn.Module:
+def build_skeleton(
+    path: Path, *, trust_remote_code: bool = False, only_shapes: bool = False, tensors: int = MOST_LAYERS
+) -> nn.Module:
     """The float32 model of a directory's config.json, on the meta device, in eval mode.
 
-    Buffers that are computed, not stored, are real, unless `only_shapes`: then nothing is allocated at all.
+    Buffers that are computed, not stored, are real, unless `only_shapes`: then nothing is allocated at all. `tensors`
+    is how many the checkpoint holds, where there is one: no fewer than layers.
     """
     import transformers
     from accelerate import init_empty_weights
@@ -37,8 +41,8 @@ def build_skeleton(path: Path, *, trust_remote_code: bool = False, only_shapes: 
     from transformers import AutoConfig, AutoModelForCausalLM
 
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    if found := list(implausible_sizes(source.config, len(source.keys()))):
-        raise SourceError(f"{source.path / 'config.json'} describes no model that could be built: {', '.join(found)}")
+    if found := list(implausible_sizes(read_config(path), tensors)):
+        raise SourceError(f"{path / 'config.json'} describes no model that could be built: {', '.join(found)}")
     try:
         config = AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
         if getattr(config, "is_encoder_decoder", False):
@@ -66,7 +70,7 @@ def build_skeleton(path: Path, *, trust_remote_code: bool = False, only_shapes: 
 
 
 def implausible_sizes(config: Mapping[str, Any], tensors: int) -> Iterator[str]:
-    """Numbers of a config that no checkpoint of so many tensors can have; building such a model would take all memory.
+    """Numbers of a config that no model of so many tensors can have; building it would take all time and memory.
 
     Every layer has a tensor at least, and no dimension or position comes close to the limit.
     """
@@ -74,7 +78,7 @@ def implausible_sizes(config: Mapping[str, Any], tensors: int) -> Iterator[str]:
         if isinstance(value, Mapping):
             yield from implausible_sizes(value, tensors)
         elif type(value) is int and key in LAYER_COUNTS and value > tensors:
-            yield f"{key} is {value}, with {tensors} tensors in the checkpoint"
+            yield f"{key} is {value}, with {tensors} tensors at most"
         elif type(value) is int and SIZE_NAMES.search(key) and abs(value) > LARGEST_SIZE:
             yield f"{key} is {value}"
 

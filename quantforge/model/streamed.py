@@ -86,7 +86,8 @@ class StreamedModel:
         """Build the skeleton, unless it was built before, and find out what of `source` belongs where."""
         self.source = source
         self.device = torch.device(device)
-        self.model = skeleton or build_skeleton(source.path, trust_remote_code=trust_remote_code)
+        tensors = len(source.keys())
+        self.model = skeleton or build_skeleton(source.path, trust_remote_code=trust_remote_code, tensors=tensors)
         self.keys = map_keys(self.model, source.keys())
         self.duplicates, self.untied = settle_ties(self.model, source, self.keys)
         self.layout: ModelLayout = read_layout(self.model, self.keys)

@@ -24,7 +24,7 @@ from quantforge.model.shards import (
     read_weight_map,
 )
 from quantforge.model.source import Checkpoint, read_config
-from quantforge.pipeline.examine.findings import Finding, error, listed, refused, warning
+from quantforge.pipeline.examine.findings import Finding, error, listed, refused, same_bytes, warning
 from quantforge.pipeline.manifest import FILES_KEY, REPORT_FILE, file_hash
 
 WEIGHTS_SUFFIX = ".safetensors"
@@ -113,8 +113,7 @@ def _weight_files(names: tuple[str, ...], index: dict[str, str] | None, findings
                 f"{SINGLE_FILE} and {INDEX_FILE} are both there: transformers reads the one, servers the other's files"
             )
             findings.append(error("two-sources", SINGLE_FILE, f"{text}; remove what is not meant"))
-        elif others:
-            findings.append(warning("unread-file", others[0], f"not read beside {SINGLE_FILE}: {listed(others)}"))
+        findings += [warning("unread-file", name, f"{name} is not read beside {SINGLE_FILE}") for name in others]
         return [SINGLE_FILE]
     if index is not None:
         named = sorted(set(index.values()))
@@ -168,12 +167,19 @@ def _read_headers(path: Path, weights: list[str], findings: list[Finding]) -> tu
             continue
         readable.add(name)
         for key in sorted(found.keys() & tensors.keys()):
-            text = f"{key} is in both {tensors[key].file} and {name}; which one counts depends on the loader"
-            findings.append(error("tensor-twice", key, text))
+            findings.append(_twice(path, key, tensors[key], found[key]))
         tensors |= {key: info for key, info in found.items() if key not in tensors}
     if weights and readable and not tensors:
         findings.append(error("no-weights", weights[0], f"{listed(weights)} hold no tensor"))
     return tensors, readable
+
+
+def _twice(path: Path, key: str, first: TensorInfo, second: TensorInfo) -> Finding:
+    says = f"{key} is in both {first.file} and {second.file}"
+    one, other = (Checkpoint(path, {}, {key: info}).read(key) for info in (first, second))
+    if same_bytes(one, other):
+        return error("tensor-twice", key, f"{says}, the same; --fix drops the second")
+    return error("tensor-conflict", key, f"{says}, and they differ: which one counts depends on the loader")
 
 
 def _stale(index: Mapping[str, str], tensors: Mapping[str, TensorInfo], readable: set[str]) -> Iterator[Finding]:

@@ -5,7 +5,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from quantforge.errors import SourceError
@@ -16,7 +15,7 @@ from quantforge.model.skeleton import KeyMap, build_skeleton, find_stack, is_con
 from quantforge.model.source import TensorSource
 from quantforge.pipeline.examine.config import Quantization
 from quantforge.pipeline.examine.files import Files
-from quantforge.pipeline.examine.findings import Finding, error, listed, warning
+from quantforge.pipeline.examine.findings import Finding, error, listed, same_bytes, warning
 from quantforge.pipeline.examine.sites import Site
 
 
@@ -54,7 +53,7 @@ def check_model(
         schemes = {name: site.scheme for name, site in sites.items()}
         source = PackedCheckpoint(files.checkpoint, quantization.reader, quantization.sites, schemes)
     try:
-        model = build_skeleton(source, trust_remote_code=trust_remote_code)
+        model = build_skeleton(files.path, trust_remote_code=trust_remote_code, tensors=len(source.keys()))
         stack, layers = find_stack(model)
     except SourceError as fault:
         return [error("model", "config.json", str(fault))]
@@ -194,10 +193,3 @@ def _layer_of(name: str, described: Described) -> int | None:
 def _stored_layer(key: str, described: Described) -> int | None:
     number = key.removeprefix(described.stored_prefix).partition(".")[0]
     return int(number) if key.startswith(described.stored_prefix) and re.fullmatch("[0-9]{1,6}", number) else None
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal dtype, shape and bytes; NaN equals NaN."""
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))

@@ -16,8 +16,7 @@ from quantforge.errors import SourceError
 from quantforge.model.shards import DTYPES
 from quantforge.model.source import Checkpoint
 from quantforge.pipeline.examine.files import Files
-from quantforge.pipeline.examine.findings import Finding, error, refused, warning
-from quantforge.pipeline.examine.model import same_bytes
+from quantforge.pipeline.examine.findings import Finding, error, refused, same_bytes, warning
 from quantforge.readers import DecodedWeight, Scheme
 
 FARTHEST = 5.0
@@ -44,14 +43,14 @@ class Comparison:
     """Gathers what differs from `reference`; give it every site, then the rest.
 
     Attributes:
-        errors: ``|w - original| / |original|`` of each site.
+        errors: ``|w - original| / |original|`` of each site; of one that was folded, with its scales undone.
     """
 
     def __init__(self, reference: Checkpoint) -> None:
         self.reference = reference
         self.errors: dict[str, float] = {}
         self._fits: dict[str, dict[str, _Fit]] = defaultdict(dict)  # layer -> site -> its fit
-        self._far: dict[str, str] = {}  # sites that are close to the original only when scaled
+        self._far: dict[str, tuple[str, float]] = {}  # sites that are close to the original only when scaled
 
     def site(self, name: str, scheme: Scheme, decoded: DecodedWeight) -> Iterator[Finding]:
         """Findings of one decoded site; whether a far one was folded is decided by `rest`."""
@@ -85,53 +84,52 @@ class Comparison:
         if found > limit:
             text = f"{name} is {found:.3f} from the original (relative); rounding to nearest would be {rounding:.3f}"
             if fitted <= limit:
-                self._far[name] = f"{text}; with its columns and rows scaled it is {fitted:.3f}"
+                self._far[name] = (f"{text}; with its columns and rows scaled it is {fitted:.3f}", fitted)
             else:
                 yield error("far", name, f"{text}: these are not its weights")
 
     def rest(self, files: Files, packed: set[str], sites: set[str]) -> Iterator[Finding]:
         """Findings of every tensor that is not packed, of tensors lost, and of sites that may have been folded."""
-        changed: dict[str, str] = {}
-        ratios: dict[str, list[torch.Tensor]] = defaultdict(list)  # layer -> what norms were divided by
+        ratios: dict[str, list[torch.Tensor]] = defaultdict(list)  # layer -> what its norms were divided by
         for key in files.checkpoint.tensors:
-            if key in packed:
-                continue
-            if key not in self.reference.tensors:
-                yield error("reference", key, f"{key} is not in the reference {self.reference.path}")
-                continue
-            now, before = files.checkpoint.read(key), self.reference.read(key)
-            if same_bytes(now, before):
-                continue
-            if now.shape == before.shape and now.is_floating_point() and torch.equal(now, before.to(now.dtype)):
-                yield warning(
-                    "dtype-changed", key, f"{key} is {now.dtype}, {before.dtype} in the reference; same values"
-                )
-                continue
-            changed[key] = _difference(key, now, before)
-            layer = layer_of(key)
-            if layer is not None and now.ndim == 1 and now.shape == before.shape and now.is_floating_point():
-                ratio = before.float() / now.float()
-                ratios[layer] += [ratio, (1 + before.float()) / (1 + now.float())]
-                if self._explains(layer, ratio) or self._explains(layer, ratios[layer][-1]):
-                    del changed[key]
-                    yield warning("folded", key, f"{key} was divided by the scale of columns of a site (a transform)")
-        yield from (error("changed", key, text) for key, text in changed.items())
-        for name, text in self._far.items():
+            if key not in packed:
+                yield from self._kept(key, files.checkpoint, ratios)
+        for name, (text, fitted) in self._far.items():
             layer = layer_of(name) or ""
-            folded = self._is_folded(name, layer, ratios[layer])
-            if folded:
+            if self._is_folded(name, layer, ratios[layer]):
+                self.errors[name] = fitted
                 yield warning(
-                    "folded", name, f"{text}; its scales are those of what is before or behind it (a transform)"
+                    "folded", name, f"{text}; those scales are made up for elsewhere in the layer (a transform)"
                 )
             else:
-                yield error("far", name, f"{text}; its rows or columns are scaled, and nothing makes up for it")
+                yield error("far", name, f"{text}; but nothing in the layer makes up for those scales")
         here = files.checkpoint.tensors.keys() | {f"{site}.weight" for site in sites}
-        if files.whole:
-            yield from (
-                error("lost", key, f"{key} is in the reference and not here")
-                for key in self.reference.tensors.keys() - here
-                if not self._is_tied(key)
+        for key in self.reference.tensors.keys() - here:
+            if files.whole and not self._is_tied(key):
+                yield error("lost", key, f"{key} is in the reference and not here")
+
+    def _kept(self, key: str, checkpoint: Checkpoint, ratios: dict[str, list[torch.Tensor]]) -> Iterator[Finding]:
+        """A tensor in floating point, which should be the reference's own."""
+        if key not in self.reference.tensors:
+            yield error("reference", key, f"{key} is not in the reference {self.reference.path}")
+            return
+        now, before = checkpoint.read(key), self.reference.read(key)
+        if same_bytes(now, before):
+            return
+        floats = now.is_floating_point() and now.shape == before.shape
+        if floats and torch.equal(now, before.to(now.dtype)):
+            yield warning(
+                "dtype-changed", key, f"{key} is {now.dtype}, {before.dtype} in the reference; the same values"
             )
+            return
+        layer = layer_of(key)
+        if layer is not None and floats and now.ndim == 1:
+            found = [before.float() / now.float(), (1 + before.float()) / (1 + now.float())]  # some norms add 1
+            ratios[layer] += found
+            if any(self._explains(layer, ratio) for ratio in found):
+                yield warning("folded", key, f"{key} was divided by the scales of a site's columns (a transform)")
+                return
+        yield error("changed", key, _difference(key, now, before))
 
     def _read(self, key: str) -> torch.Tensor:
         info = self.reference.tensors.get(key)

@@ -1,0 +1,51 @@
+"""What an examination found, in words: facts for a list, rows for a table."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quantforge.pipeline.examine import Examination, Finding
+
+Fact = tuple[str, str]
+SHOWN = 3
+
+
+def examined(found: "Examination") -> list[Fact]:
+    """The checkpoint, every kind of finding with its first examples, what was inferred, distances from the original."""
+    kind = found.quant_method or "floating point"
+    sites = f", {found.sites} quantized sites" if found.sites else ""
+    facts = [("checkpoint", f"{found.path} ({kind}, {found.tensors} tensors{sites})")]
+    for severity in ("error", "warning"):
+        kinds: dict[str, list[Finding]] = {}
+        for finding in found.findings:
+            if finding.severity == severity:
+                kinds.setdefault(finding.code, []).append(finding)
+        facts += [fact for code, findings in kinds.items() for fact in _of_one_kind(severity, code, findings)]
+    facts += [("note", plain(note)) for note in found.notes]
+    if found.errors_by_site:
+        errors = found.errors_by_site
+        nearest, farthest = min(errors.values()), max(errors.values())
+        name = max(errors, key=lambda site: errors[site])
+        said = f"{nearest:.4f} to {farthest:.4f} (relative error of {len(errors)} sites), most {plain(name)}"
+        facts.append(("distance", said))
+    return facts
+
+
+def _of_one_kind(severity: str, code: str, findings: "Sequence[Finding]") -> list[Fact]:
+    facts = [(severity, f"{code}: {plain(finding.text)}") for finding in findings[:SHOWN]]
+    if len(findings) > SHOWN:
+        facts.append((severity, f"{code}: and {len(findings) - SHOWN} more (--json has all)"))
+    return facts
+
+
+def outcome(found: "Examination") -> str:
+    """How many errors and warnings."""
+    errors, warnings = len(found.errors), len(found.findings) - len(found.errors)
+    if not errors and not warnings:
+        return "sound"
+    return f"{errors} errors, {warnings} warnings"
+
+
+def plain(text: str) -> str:
+    """Text from a file without what would steer a terminal."""
+    return "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
