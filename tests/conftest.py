@@ -1,7 +1,8 @@
 """What every test shares: no network, few threads, one seed, and tiny checkpoints built from nothing."""
 
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,19 @@ def tiny_exports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         recipe = Recipe.model_validate(fields | own)
         assert list(quantize(recipe, make_plan(recipe)))
     return {name: root / name for name in ("source", *exports)}
+
+
+@pytest.fixture
+def take(tiny_exports: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
+    """A copy of an export to damage, without its report, as if another tool had written it."""
+
+    def copied(name: str, *, report: bool = False) -> Path:
+        path = shutil.copytree(tiny_exports[name], tmp_path / name)
+        if not report:
+            (path / "quantforge.json").unlink(missing_ok=True)
+        return path
+
+    return copied
 
 
 @pytest.fixture(scope="session")

@@ -20,14 +20,12 @@ import quantforge.model.streamed
 import quantforge.pipeline.examine.model
 from quantforge.errors import QuantforgeError
 from quantforge.model.packed import open_any
-from quantforge.model.shards import INDEX_FILE
 from quantforge.model.skeleton import build_skeleton
 from quantforge.model.source import TensorSource
 from quantforge.pipeline.describe import describe_checkpoint
 from quantforge.pipeline.examine import examine
 from quantforge.pipeline.manifest import REPORT_FILE
 
-EXAMPLES = 110  # for each of the five exports
 SECONDS = 60  # a machine that does other things must not decide
 SPARE_BYTES = 4 << 30  # what reading some kB may take besides what is there, address space included
 SECRET = "secret.safetensors"
@@ -40,6 +38,7 @@ HOSTILE: tuple[Any, ...] = (
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 Contents = dict[str, bytes | Path | None]  # of a file; a target of a link; None for a directory
+Damage = Callable[[Contents, Draw], None]
 
 
 # ------------------------------------------------------------------------------------------------ ways to damage
@@ -47,7 +46,7 @@ Contents = dict[str, bytes | Path | None]  # of a file; a target of a link; None
 
 def flip(files: Contents, draw: Draw) -> None:
     """Bytes changed anywhere, the beginning of files (lengths and headers) as often as the rest."""
-    name, data = some_file(files, draw)
+    name, data = some_file(files, draw, draw(st.sampled_from((".safetensors", ".safetensors", ""))))
     for _ in range(draw(st.integers(1, 4))):
         end = draw(st.sampled_from((8, 64, 2048, len(data))))
         if data:
@@ -164,7 +163,8 @@ def rewrite_json(files: Contents, draw: Draw) -> None:
     files[name] = json.dumps(content).encode()
 
 
-DAMAGES = (flip, cut, lose, link, lengthen, rewrite_header, rewrite_json, rewrite_json)
+EXAMPLES = {flip: 20, cut: 10, lose: 12, link: 10, lengthen: 8, rewrite_header: 35, rewrite_json: 35}
+"""How often each is tried on each of the five exports: 650 checkpoints in all, half of them damaged a second time."""
 
 
 def some_file(files: Contents, draw: Draw, suffix: str = "") -> tuple[str, bytes]:
@@ -258,8 +258,9 @@ def attempt(action: Callable[[], Any]) -> Any:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and links of Linux")
 @pytest.mark.parametrize("name", ["gptq", "gptq-asym", "sharded", "packed", "w8a8"])
+@pytest.mark.parametrize("damage", EXAMPLES, ids=lambda damage: damage.__name__)
 def test_a_damaged_checkpoint_is_refused_or_read_as_it_was(
-    name: str, pristine: dict[str, tuple[Contents, dict[str, torch.Tensor]]], tmp_path: Path
+    name: str, damage: Damage, pristine: dict[str, tuple[Contents, dict[str, torch.Tensor]]], tmp_path: Path
 ) -> None:
     original, weights = pristine[name]
     (tmp_path / SECRET).write_bytes(
@@ -267,14 +268,15 @@ def test_a_damaged_checkpoint_is_refused_or_read_as_it_was(
     )
     counted = 0
 
-    @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES[damage], suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data: st.DataObject) -> None:
         nonlocal counted
         counted += 1
         files = dict(original)
-        for damage in data.draw(st.lists(st.sampled_from(DAMAGES), min_size=1, max_size=3)):
-            damage(files, data.draw)
+        damage(files, data.draw)
+        if data.draw(st.booleans()):
+            data.draw(st.sampled_from(list(EXAMPLES)))(files, data.draw)
         shutil.rmtree(tmp_path / "x", ignore_errors=True)
         (tmp_path / "x").mkdir()
         write(tmp_path / "x", files)
@@ -296,5 +298,4 @@ def test_a_damaged_checkpoint_is_refused_or_read_as_it_was(
             assert all(torch.equal(source.read(key), tensor) for key, tensor in weights.items())
 
     check()
-    assert counted >= EXAMPLES
-    assert INDEX_FILE in original or name != "sharded"
+    assert counted >= EXAMPLES[damage]

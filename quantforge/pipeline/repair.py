@@ -96,6 +96,8 @@ def _quant_method(draft: _Draft, found: list[Finding]) -> str:
 
 def _quant_place(draft: _Draft, found: list[Finding]) -> str:
     draft.config["quantization_config"] = draft.config["text_config"].pop("quantization_config")
+    if not draft.config["text_config"]:
+        del draft.config["text_config"]
     draft.rewrite("config.json")
     return "quantization_config moved from text_config to the top of config.json"
 
@@ -196,8 +198,8 @@ REPAIRS: dict[str, Callable[[_Draft, list[Finding]], str | None]] = {
 }
 """Code of a finding -> what is done about all findings of that code, in this order; None when nothing can be."""
 
-UNDONE = ("changed", "two-sources")
-"""Errors that a repair of something else may undo; they are looked for again in the copy."""
+UNDONE = ("changed", "two-sources", "model", "layers", "tensor-missing", "model-shape", "head-missing")
+"""Errors that may come of another one, and go with it; they are looked for again in the copy."""
 
 
 def repair(
@@ -220,6 +222,8 @@ def repair(
     for finding in before.findings:
         by_code[finding.code].append(finding)
     repairs = [said for code, mend in REPAIRS.items() if by_code[code] and (said := mend(draft, by_code[code]))]
+    if not repairs:
+        _refuse(before.path, list(before.errors))
     partial = target.with_name(target.name + ".partial")
     partial.mkdir(parents=True)
     try:
