@@ -21,7 +21,6 @@ import quantforge.pipeline.examine.model
 from quantforge.errors import QuantforgeError
 from quantforge.model.packed import open_any
 from quantforge.model.skeleton import build_skeleton
-from quantforge.model.source import TensorSource
 from quantforge.pipeline.describe import describe_checkpoint
 from quantforge.pipeline.examine import examine
 from quantforge.pipeline.manifest import REPORT_FILE
@@ -203,10 +202,10 @@ def _skeletons_once(patches: pytest.MonkeyPatch) -> None:
     """The model of one config is built once: it has no weights, and most damages leave the config alone."""
     built: dict[bytes, torch.nn.Module] = {}
 
-    def build(source: TensorSource, **options: Any) -> torch.nn.Module:
-        config = (source.path / "config.json").read_bytes() + str(len(source.keys())).encode()
+    def build(path: Path, **options: Any) -> torch.nn.Module:
+        config = (path / "config.json").read_bytes() + str(options).encode()
         if config not in built:
-            built[config] = build_skeleton(source, **options)
+            built[config] = build_skeleton(path, **options)
         return built[config]
 
     patches.setattr(quantforge.pipeline.examine.model, "build_skeleton", build)
