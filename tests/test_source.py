@@ -394,6 +394,25 @@ def test_offsets_that_do_not_fit_the_shape_are_refused(tmp_path: Path, shape: An
     assert expected in refusal(path)
 
 
+@pytest.mark.parametrize("shape", [(2**62, 2**62, 0), (2**70, 0)])
+def test_an_empty_tensor_too_large_for_any_tensor_is_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = raw_file(tmp_path / "model", {"a": entry(shape=shape, offsets=(0, 0))})
+    assert f"a has the shape {list(shape)}, which no tensor can have" in refusal(path)
+
+
+@pytest.mark.parametrize("shape", [(2**62,) * 300, (10**4000, 10**4000)])
+def test_sizes_too_large_to_be_printed_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = raw_file(tmp_path / "model", {"a": entry(shape=shape)})
+    assert "the header's entry of a is damaged" in refusal(path)
+
+
+@pytest.mark.parametrize("name", [SINGLE_FILE, "config.json"])
+def test_a_link_out_of_the_directory_is_not_followed(single: Path, name: str) -> None:
+    (single / name).rename(single.parent / "outside")
+    os.symlink("../outside", single / name)
+    assert f"{single / name} is a link to {single.parent / 'outside'}, which is outside" in refusal(single)
+
+
 def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     header = {"a": entry(offsets=(0, 8)), "b": entry(offsets=(4, 12))}
     path = raw_file(tmp_path / "model", header, bytes(12))

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from quantforge.pipeline.examine import Examination, Finding
+    from quantforge.pipeline.repair import Repaired
 
 Fact = tuple[str, str]
 SHOWN = 3
@@ -36,6 +37,12 @@ def _of_one_kind(severity: str, code: str, findings: "Sequence[Finding]") -> lis
     if len(findings) > SHOWN:
         facts.append((severity, f"{code}: and {len(findings) - SHOWN} more (--json has all)"))
     return facts
+
+
+def mended(before: "Examination", done: "Repaired") -> list[Fact]:
+    """What was found, what was done, and what the copy has left."""
+    repairs = [("repaired", plain(text)) for text in done.repairs]
+    return [*examined(before), *repairs, ("output", f"{done.path}, examined again"), *examined(done.after)[1:]]
 
 
 def outcome(found: "Examination") -> str:

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from quantforge import report as events
 from quantforge.cli import outlookview
-from quantforge.cli.examined import examined, outcome
+from quantforge.cli.examined import examined, mended, outcome
 from quantforge.cli.runview import RunView, chosen, folded, gathered, leaf, megabytes
 from quantforge.reading import ResolvedRecipe
 from quantforge.recipe import Recipe, variant_name
@@ -285,23 +285,15 @@ class Ui:
             else:
                 self.facts([("note", note)])
 
-    def examination(self, found: "Examination") -> None:
-        """What was found in a checkpoint."""
+    def examination(self, found: "Examination", done: "Repaired | None" = None) -> None:
+        """What was found in a checkpoint; with a repair, what was done about it, and what is left."""
         if self.as_json:
-            self._json(found.to_json())
+            self._json(found.to_json() if done is None else {"before": found.to_json(), **done.to_json()})
             return
-        self._facts(examined(found))
-        self._servers("", found.verdicts)
-        self._facts([("result", outcome(found))])
-
-    def repaired(self, before: "Examination", done: "Repaired") -> None:
-        """What was found, what was done about it, and what is left."""
-        if self.as_json:
-            self._json({"before": before.to_json(), **done.to_json()})
-            return
-        self._facts([*examined(before), *(("repaired", text) for text in done.repairs)])
-        self._facts([("output", f"{done.path}, examined again"), *examined(done.after)[1:]])
-        self._facts([("result", outcome(done.after))])
+        self._facts(examined(found) if done is None else mended(found, done))
+        after = found if done is None else done.after
+        self._servers("", after.verdicts)
+        self._facts([("result", outcome(after))])
 
     def recipes(self, shipped: Sequence[tuple[str, str, Recipe]]) -> None:
         """The recipes that come with the package: name, text, what it says."""

@@ -40,7 +40,7 @@ def verify(
         from quantforge.pipeline.repair import repair
 
         repaired = repair(found, fix, reference, trust_remote_code=trust_remote_code)
-        ui.repaired(found, repaired)
+        ui.examination(found, repaired)
         found = repaired.after
     if not found.ok:
         raise Exit(1)

@@ -41,7 +41,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 HEADER_LIMIT_BYTES = 100_000_000
-SIZE_LIMIT = 1 << 60  # of an offset, a dim and the elements of a tensor; torch counts bytes in 64 bits
+SIZE_LIMIT = 1 << 60  # of the elements of a tensor; torch counts bytes in 64 bits
+NUMBER_LIMIT = 1 << 100  # of what a header says, so that any product of dims can be printed
 DIMS_LIMIT = 16
 
 
@@ -104,8 +105,6 @@ def _tensor_info(full: Path, key: str, entry: Any, data_start: int) -> TensorInf
         raise SourceError(
             f"{full}: {key} has dtype {dtype[:40]}, which is not supported; known are {', '.join(DTYPES)}", "header"
         )
-    if len(shape) > DIMS_LIMIT or math.prod(dim for dim in shape if dim) >= SIZE_LIMIT:
-        raise SourceError(f"{full}: {key} has {len(shape)} dims, {str(shape)[:80]}, which no tensor can have", "header")
     needed = DTYPES[dtype].itemsize * math.prod(shape)
     start, stop = offsets
     if stop - start != needed:
@@ -113,11 +112,15 @@ def _tensor_info(full: Path, key: str, entry: Any, data_start: int) -> TensorInf
             f"{full}: {key} {dtype} {shape} takes {needed} bytes, its offsets {offsets} are {stop - start} apart",
             "offsets",
         )
+    if math.prod(dim for dim in shape if dim) >= SIZE_LIMIT:  # empty, but no tensor can be that large
+        raise SourceError(f"{full}: {key} has the shape {shape}, which no tensor can have", "header")
     return TensorInfo(dtype, tuple(shape), full.name, data_start + start, needed)
 
 
 def _is_naturals(value: object) -> TypeGuard[list[int]]:
-    return isinstance(value, list) and all(type(item) is int and 0 <= item < SIZE_LIMIT for item in value)
+    if not isinstance(value, list) or len(value) > DIMS_LIMIT:
+        return False
+    return all(type(item) is int and 0 <= item < NUMBER_LIMIT for item in value)
 
 
 def header_bytes(tensors: Mapping[str, TensorInfo]) -> bytes:

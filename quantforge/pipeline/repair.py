@@ -185,7 +185,6 @@ REPAIRS: dict[str, Callable[[_Draft, list[Finding]], str | None]] = {
     "order": _order,
     "side-config": _side_config,
     "added": _leave_out,
-    "unread-file": _leave_out,
     "tensor-twice": _drop_tensors,
     "head-duplicate": _drop_tensors,
     "index": _index,
