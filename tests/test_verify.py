@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from quantforge.errors import UsageError
 from quantforge.model.shards import INDEX_FILE, SINGLE_FILE
+from quantforge.pipeline.convert import convert_checkpoint
 from quantforge.pipeline.examine import examine
 from quantforge.pipeline.manifest import FILES_KEY, REPORT_FILE
 from quantforge.pipeline.plan import make_plan
@@ -477,3 +478,11 @@ def test_tensors_lost_from_the_reference_are_named(take: Callable[..., Path], ti
 def test_a_quantized_reference_is_a_usage_error(tiny_exports: dict[str, Path]) -> None:
     with pytest.raises(UsageError, match="is quantized itself"):
         examine(tiny_exports["gptq"], tiny_exports["packed"])
+
+
+def test_converted_exports_record_hashes_of_their_own(tiny_exports: dict[str, Path], tmp_path: Path) -> None:
+    convert_checkpoint(str(tiny_exports["packed"]), "gptq", str(tmp_path / "out"))
+    assert found(tmp_path / "out", tiny_exports["source"]) == set()
+    assert json.loads((tmp_path / "out" / REPORT_FILE).read_text())[FILES_KEY].keys() == {
+        file.name for file in (tmp_path / "out").iterdir()
+    } - {REPORT_FILE}

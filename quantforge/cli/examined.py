@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from quantforge.cli.outlookview import show_servers
+
 if TYPE_CHECKING:
+    from quantforge.cli.ui import Ui
     from quantforge.pipeline.examine import Examination, Finding
     from quantforge.pipeline.repair import Repaired
 
@@ -11,7 +14,19 @@ Fact = tuple[str, str]
 SHOWN = 3
 
 
-def examined(found: "Examination") -> list[Fact]:
+def show(ui: "Ui", found: "Examination", done: "Repaired | None") -> None:
+    """Findings, repairs and what is left, verdicts of servers, and how it ends."""
+    after = found if done is None else done.after
+    ui.facts(_facts(found))
+    if done is not None:
+        ui.facts([("repaired", plain(text)) for text in done.repairs])
+        ui.facts([("output", f"{done.path}, examined again"), *_facts(after)[1:]])
+    show_servers(ui, [("", after.verdicts)] if after.verdicts else [])
+    errors, warnings = len(after.errors), len(after.findings) - len(after.errors)
+    ui.facts([("result", f"{errors} errors, {warnings} warnings" if errors or warnings else "sound")])
+
+
+def _facts(found: "Examination") -> list[Fact]:
     """The checkpoint, every kind of finding with its first examples, what was inferred, distances from the original."""
     kind = found.quant_method or "floating point"
     sites = f", {found.sites} quantized sites" if found.sites else ""
@@ -37,20 +52,6 @@ def _of_one_kind(severity: str, code: str, findings: "Sequence[Finding]") -> lis
     if len(findings) > SHOWN:
         facts.append((severity, f"{code}: and {len(findings) - SHOWN} more (--json has all)"))
     return facts
-
-
-def mended(before: "Examination", done: "Repaired") -> list[Fact]:
-    """What was found, what was done, and what the copy has left."""
-    repairs = [("repaired", plain(text)) for text in done.repairs]
-    return [*examined(before), *repairs, ("output", f"{done.path}, examined again"), *examined(done.after)[1:]]
-
-
-def outcome(found: "Examination") -> str:
-    """How many errors and warnings."""
-    errors, warnings = len(found.errors), len(found.findings) - len(found.errors)
-    if not errors and not warnings:
-        return "sound"
-    return f"{errors} errors, {warnings} warnings"
 
 
 def plain(text: str) -> str:

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from quantforge import report as events
-from quantforge.cli import outlookview
-from quantforge.cli.examined import examined, mended, outcome
+from quantforge.cli import examined, outlookview
 from quantforge.cli.runview import RunView, chosen, folded, gathered, leaf, megabytes
 from quantforge.reading import ResolvedRecipe
 from quantforge.recipe import Recipe, variant_name
@@ -289,11 +288,8 @@ class Ui:
         """What was found in a checkpoint; with a repair, what was done about it, and what is left."""
         if self.as_json:
             self._json(found.to_json() if done is None else {"before": found.to_json(), **done.to_json()})
-            return
-        self._facts(examined(found) if done is None else mended(found, done))
-        after = found if done is None else done.after
-        self._servers("", after.verdicts)
-        self._facts([("result", outcome(after))])
+        else:
+            examined.show(self, found, done)
 
     def recipes(self, shipped: Sequence[tuple[str, str, Recipe]]) -> None:
         """The recipes that come with the package: name, text, what it says."""

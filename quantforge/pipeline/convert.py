@@ -17,7 +17,7 @@ from quantforge.model.gguf_file import GgufCheckpoint
 from quantforge.model.packed import PackedCheckpoint, open_any, quantization_config
 from quantforge.pipeline.carried import Carried, Progress, Survey
 from quantforge.pipeline.files import disk_errors
-from quantforge.pipeline.run import REPORT_FILE
+from quantforge.pipeline.manifest import FILES_KEY, REPORT_FILE, file_hashes
 from quantforge.pipeline.verify import verify_checkpoint
 from quantforge.pipeline.workspace import Workspace, work_directory
 from quantforge.pipeline.writer import publish, write_checkpoint, write_json
@@ -175,7 +175,8 @@ def _write(
     facts = contents.facts(survey)
     skipped = write_checkpoint(staged, contents, chosen, facts, shard_bytes, target.name)
     source_format = str((quantization_config(contents.source) or {}).get("quant_method"))
-    write_json(staged / REPORT_FILE, _report(contents, source_format, chosen.name))
+    report = _report(contents, source_format, chosen.name)
+    write_json(staged / REPORT_FILE, {**report, FILES_KEY: file_hashes(staged)})
     tensors = verify_checkpoint(staged, contents)
     notes = list(contents.notes)
     if skipped:

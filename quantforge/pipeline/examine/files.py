@@ -131,17 +131,22 @@ def _weight_files(names: tuple[str, ...], index: dict[str, str] | None, findings
         findings += [warning("unread-file", name, f"{name} is in the directory and not in the index") for name in spare]
         return [name for name in plain if name in names]
     if not present:
-        pickles = [name for name in names if name.endswith(PICKLE_SUFFIXES)]
-        text = (
-            f"pickles ({listed(pickles)}), which can run code; convert them to safetensors" if pickles else "no weights"
-        )
-        findings.append(error("no-weights", SINGLE_FILE, f"the directory holds {text}"))
+        findings.append(_no_weights(names))
         return []
     if INDEX_FILE not in names:
         text = f"{len(present)} weight files and no {INDEX_FILE}, without which none of them is found"
         findings.append(error("index-missing", INDEX_FILE, f"{text}; --fix writes one"))
     findings += list(_unnumbered(present))
     return present
+
+
+def _no_weights(names: tuple[str, ...]) -> Finding:
+    if others := [name for name in names if name.endswith(".gguf")]:
+        return error("gguf", others[0], f"{listed(others)}: GGUF is not read here; verify what it was made from")
+    if others := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
+        text = f"the directory holds pickles ({listed(others)}), which can run code; convert them to safetensors"
+        return error("no-weights", SINGLE_FILE, text)
+    return error("no-weights", SINGLE_FILE, "the directory holds no weights")
 
 
 def _unnumbered(present: list[str]) -> Iterator[Finding]:
