@@ -16,6 +16,7 @@ from quantforge.model.gguf_file import open_gguf
 from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.pipeline.convert import convert_checkpoint
 from quantforge.pipeline.describe import describe_checkpoint
+from quantforge.pipeline.examine import examine
 from quantforge.pipeline.plan import make_plan
 from quantforge.pipeline.run import quantize
 from quantforge.pipeline.score import evaluate_checkpoint
@@ -263,6 +264,18 @@ def run(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any
     plan = make_plan(recipe)
     assert list(quantize(recipe, plan))
     return plan, out
+
+
+def test_an_export_is_examined_by_its_hashes_and_values(run: tuple[Any, Path], tmp_path: Path) -> None:
+    path = shutil.copytree(run[1] / "gguf", tmp_path / "gguf")
+    examination = examine(path)
+    assert examination.ok and (examination.quant_method, examination.tensors) == ("gguf", 21)
+    content = (path / "small.gguf").read_bytes()
+    (path / "small.gguf").write_bytes(content[:-2] + b"\xff\x7f")  # the end of a tensor in float32
+    codes = {(finding.code, finding.where) for finding in examine(path).errors}
+    assert ("changed", "small.gguf") in codes
+    (path / "small.gguf").write_bytes(content[:100])
+    assert ("gguf", "small.gguf") in {(finding.code, finding.where) for finding in examine(path).errors}
 
 
 def test_a_run_writes_one_file_named_after_its_output(run: tuple[Any, Path], tiny_llama: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from quantforge.errors import SourceError
 from quantforge.extras import need
+from quantforge.model.shards import opened
 from quantforge.model.source import read_config
 
 MODULES = {
@@ -123,6 +124,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     files = gguf_files(path)
     if len(files) != 1:
         raise SourceError(f"{path} holds {len(files)} GGUF files, not one: {', '.join(file.name for file in files)}")
+    with opened(files[0]):
+        pass  # refuses what may not be read
     try:
         reader = gguf.GGUFReader(files[0])
     except (OSError, ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:

@@ -14,6 +14,7 @@ from quantforge.model.source import Checkpoint, open_checkpoint, resolve_model
 from quantforge.pipeline.examine.config import Quantization, check_side_configs, check_side_files, find_quantization
 from quantforge.pipeline.examine.files import Files, check_manifest, read_files
 from quantforge.pipeline.examine.findings import Examination, Finding, error
+from quantforge.pipeline.examine.gguf import check_values, open_gguf_of
 from quantforge.pipeline.examine.model import check_model
 from quantforge.pipeline.examine.reference import Comparison
 from quantforge.pipeline.examine.sites import Site, check_floats, check_fused, check_version, read_sites
@@ -39,6 +40,7 @@ def examine(
 
     Raises:
         SourceError: there is no directory, or the reference cannot be read. What is wrong inside is a finding.
+        UsageError: the reference is quantized itself, or the checkpoint is GGUF and cannot be compared with it.
     """
     path = resolve_model(model)
     if several := _checkpoints_in(path):
@@ -47,6 +49,10 @@ def examine(
     comparison = None if reference is None else Comparison(_open_reference(reference))
     files, findings = read_files(path)
     changed, notes = check_manifest(files)
+    if (gguf := open_gguf_of(path, findings)) is not None:
+        findings += check_values(gguf)
+        if comparison is not None:
+            raise UsageError(f"{path} is GGUF, which --reference is not compared with; verify it without")
     quantization, unsettled = find_quantization(files)
     findings += [*changed, *unsettled, *check_side_configs(files, quantization.settings), *check_side_files(files)]
     sites, faults = read_sites(files, quantization, _nothing if comparison is None else comparison.site)
@@ -60,11 +66,12 @@ def examine(
     if files.checkpoint.config and files.whole and files.checkpoint.tensors:
         findings += check_model(files, quantization, sites, trust_remote_code=trust_remote_code)
     else:
-        notes.append("not compared with the model that config.json describes, because files are missing or unreadable")
+        why = "it is GGUF" if gguf is not None else "files are missing or unreadable"
+        notes.append(f"not compared with the model that config.json describes, because {why}")
     return Examination(
         path=str(model),
-        quant_method=quantization.method,
-        tensors=len(files.checkpoint.tensors),
+        quant_method=quantization.method if gguf is None else "gguf",
+        tensors=len(files.checkpoint.tensors if gguf is None else gguf.tensors),
         sites=len(sites),
         findings=tuple(dict.fromkeys(findings)),
         notes=tuple(notes),

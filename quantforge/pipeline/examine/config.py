@@ -52,6 +52,8 @@ def find_quantization(files: Files) -> tuple[Quantization, list[Finding]]:
     if settings is None:
         return Quantization(method=layout), findings
     method = settings.get("quant_method")
+    if method == "gguf" and layout is None:
+        return Quantization(method=method), findings  # the file itself says how
     inferred = inferred_method(settings, layout)
     if not isinstance(method, str):
         says = "has no quant_method" if method is None else f"has the quant_method {str(method)[:80]}"

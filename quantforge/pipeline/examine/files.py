@@ -131,7 +131,8 @@ def _weight_files(names: tuple[str, ...], index: dict[str, str] | None, findings
         findings += [warning("unread-file", name, f"{name} is in the directory and not in the index") for name in spare]
         return [name for name in plain if name in names]
     if not present:
-        findings.append(_no_weights(names))
+        if not any(name.endswith(".gguf") for name in names):
+            findings.append(_no_weights(names))
         return []
     if INDEX_FILE not in names:
         text = f"{len(present)} weight files and no {INDEX_FILE}, without which none of them is found"
@@ -141,8 +142,6 @@ def _weight_files(names: tuple[str, ...], index: dict[str, str] | None, findings
 
 
 def _no_weights(names: tuple[str, ...]) -> Finding:
-    if others := [name for name in names if name.endswith(".gguf")]:
-        return error("gguf", others[0], f"{listed(others)}: GGUF is not read here; verify what it was made from")
     if others := [name for name in names if name.endswith(PICKLE_SUFFIXES)]:
         text = f"the directory holds pickles ({listed(others)}), which can run code; convert them to safetensors"
         return error("no-weights", SINGLE_FILE, text)
@@ -218,7 +217,9 @@ def check_manifest(files: Files) -> tuple[list[Finding], list[str]]:
     if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
         return [error("manifest", REPORT_FILE, f"{FILES_KEY} holds no names and hashes")], []
     findings = [finding for name, known in hashes.items() for finding in _against(files.path, name, known)]
-    weights = [name for name in files.names if name.endswith((WEIGHTS_SUFFIX, *PICKLE_SUFFIXES)) or name == INDEX_FILE]
+    weights = [
+        name for name in files.names if name.endswith((WEIGHTS_SUFFIX, ".gguf", *PICKLE_SUFFIXES)) or name == INDEX_FILE
+    ]
     findings += [
         error("added", name, f"{name} was not there when the checkpoint was written, and some loader may read it")
         for name in weights
