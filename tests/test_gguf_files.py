@@ -270,6 +270,7 @@ def test_an_export_is_examined_by_its_hashes_and_values(run: tuple[Any, Path], t
     path = shutil.copytree(run[1] / "gguf", tmp_path / "gguf")
     examination = examine(path)
     assert examination.ok and (examination.quant_method, examination.tensors) == ("gguf", 21)
+    assert "llama-cpp" in {verdict.server for verdict in examination.verdicts if verdict.loads}
     content = (path / "small.gguf").read_bytes()
     (path / "small.gguf").write_bytes(content[:-2] + b"\xff\x7f")  # the end of a tensor in float32
     codes = {(finding.code, finding.where) for finding in examine(path).errors}

@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantforge.contracts import Verdict, contract_names, load_contract
+from quantforge.contracts import Subject, Verdict, contract_names, load_contract
 from quantforge.errors import SourceError, UsageError
+from quantforge.model.gguf_file import GgufCheckpoint
 from quantforge.model.packed import PackedCheckpoint, quantization_config
 from quantforge.model.source import Checkpoint, open_checkpoint, resolve_model
 from quantforge.pipeline.examine.config import Quantization, check_side_configs, check_side_files, find_quantization
@@ -18,7 +19,7 @@ from quantforge.pipeline.examine.gguf import check_values, open_gguf_of
 from quantforge.pipeline.examine.model import check_model
 from quantforge.pipeline.examine.reference import Comparison
 from quantforge.pipeline.examine.sites import Site, check_floats, check_fused, check_version, read_sites
-from quantforge.pipeline.subject import checkpoint_subject, float_subject
+from quantforge.pipeline.subject import checkpoint_subject, float_subject, gguf_subject
 from quantforge.readers import DecodedWeight, Scheme
 
 __all__ = ["Examination", "Finding", "examine"]
@@ -76,7 +77,7 @@ def examine(
         findings=tuple(dict.fromkeys(findings)),
         notes=tuple(notes),
         errors_by_site={} if comparison is None else comparison.errors,
-        verdicts=_verdicts(files, quantization, sites, tensor_parallel),
+        verdicts=_verdicts(_subject(files, quantization, sites, gguf, tensor_parallel)),
     )
 
 
@@ -100,23 +101,25 @@ def _checkpoints_in(path: Path) -> list[str]:
     return sorted(folder.name for folder in path.iterdir() if os.path.isfile(folder / "config.json"))
 
 
-def _verdicts(
-    files: Files, quantization: Quantization, sites: dict[str, Site], tensor_parallel: int
-) -> tuple[Verdict, ...]:
+def _verdicts(subject: Subject | None) -> tuple[Verdict, ...]:
     """What each server does with it; nothing when it could not be read to the end."""
-    if not files.whole or not files.checkpoint.tensors or not files.checkpoint.config:
-        return ()
+    return () if subject is None else tuple(load_contract(name).check(subject) for name in contract_names())
+
+
+def _subject(
+    files: Files, quantization: Quantization, sites: dict[str, Site], gguf: GgufCheckpoint | None, tensor_parallel: int
+) -> Subject | None:
+    if not files.whole or not files.checkpoint.config or not (files.checkpoint.tensors or gguf):
+        return None
     try:
-        if quantization.reader is None or quantization.settings is None:
-            if quantization.method is not None:
-                return ()
-            subject = float_subject(files.checkpoint, tensor_parallel)
-        elif len(sites) < len(quantization.sites) or not sites:
-            return ()
-        else:
-            schemes = {name: site.scheme for name, site in sites.items()}
-            source = PackedCheckpoint(files.checkpoint, quantization.reader, quantization.sites, schemes)
-            subject = checkpoint_subject(source, tensor_parallel)
+        if gguf is not None:
+            return gguf_subject(gguf, tensor_parallel)
+        if quantization.method is None:
+            return float_subject(files.checkpoint, tensor_parallel)
+        if quantization.reader is None or not sites or len(sites) < len(quantization.sites):
+            return None
+        schemes = {name: site.scheme for name, site in sites.items()}
+        source = PackedCheckpoint(files.checkpoint, quantization.reader, quantization.sites, schemes)
+        return checkpoint_subject(source, tensor_parallel)
     except SourceError:
-        return ()  # what could not be read is among the findings
-    return tuple(load_contract(name).check(subject) for name in contract_names())
+        return None  # what could not be read is among the findings
