@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -821,7 +822,8 @@ def test_a_signal_ends_the_command_with_130_and_the_rerun_finishes(
     output = tmp_path / "out"
     arguments = ["--group-size", "32", "--dataset", str(text), "--nsamples", "64", "--seqlen", "64", "-o", str(output)]
     command = [sys.executable, "-m", "quantforge", "quantize", str(deep_llama), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    heard = partial(signal.signal, number, signal.SIG_DFL)  # a shell's background jobs are deaf to SIGINT
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heard)
     try:
         deadline = time.monotonic() + 300  # a busy machine takes long to start
         while not list(tmp_path.glob("out.partial/layer-*.json")) and time.monotonic() < deadline:

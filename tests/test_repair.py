@@ -197,7 +197,7 @@ def test_the_verb_exits_with_1_on_errors_only(
     take: Take, tiny_exports: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(tiny_exports["gptq"])]) == 0
-    assert "result      0 errors, 1 warnings" in capsys.readouterr().out
+    assert "result      errors: 0, warnings: 1" in capsys.readouterr().out
     path = take("gptq")
     settings(path, checkpoint_format="gptq_v2")
     assert main(["verify", str(path), "--reference", str(tiny_exports["source"])]) == 1

@@ -23,7 +23,7 @@ def show(ui: "Ui", found: "Examination", done: "Repaired | None") -> None:
         ui.facts([("output", f"{done.path}, examined again"), *_facts(after)[1:]])
     show_servers(ui, [("", after.verdicts)] if after.verdicts else [])
     errors, warnings = len(after.errors), len(after.findings) - len(after.errors)
-    ui.facts([("result", f"{errors} errors, {warnings} warnings" if errors or warnings else "sound")])
+    ui.facts([("result", f"errors: {errors}, warnings: {warnings}" if errors or warnings else "sound")])
 
 
 def _facts(found: "Examination") -> list[Fact]:
