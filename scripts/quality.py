@@ -8,7 +8,7 @@ the first, evaluation 16 windows of 2048 tokens spread evenly over each of the o
 being sym, asym, or with -pc at the end one scale per channel; METHOD-w8a8; fp; or NAME-BITS-GRID=PATH for a checkpoint
 that `quantforge eval` reads, such as another tool's. METHODS has the settings behind the names. Rows already in the
 output file are kept and not computed again, so the job can be stopped and carried on. Checkpoints it makes are removed
-once scored.
+once scored. Token weights are made once, and their CPU seconds counted for each row that uses them.
 
 `table` prints one table a grid, with each row's KL as a share of the best peer's, or of plain gptq's where no peer was
 scored; with --into it replaces what stands between two marks in a file.
@@ -19,22 +19,26 @@ import json
 import resource
 import shutil
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from quantforge.evaluate.divergence import EvalResult, evaluate_windows
 from quantforge.evaluate.protocol import build_windows, load_rows
 from quantforge.model.packed import open_any
 from quantforge.model.streamed import StreamedModel, StreamedPass
 from quantforge.model.tokenizer import load_tokenizer
-from quantforge.pipeline.plan import make_plan
-from quantforge.pipeline.run import quantize
+from quantforge.pipeline.calibrate import calibrate
+from quantforge.pipeline.influence import token_weights
+from quantforge.pipeline.plan import Plan, make_plan
+from quantforge.pipeline.run import fingerprint_of, open_job, quantize
 from quantforge.reading import load_recipe
+from quantforge.recipe import Recipe
 from quantforge.report import RunFinished
 
 PLAIN: dict[str, Any] = {"token_weights": "none", "options": {"grid": "minmax", "sweeps": 0}}
@@ -112,12 +116,44 @@ def make(row: str, args: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         "seqlen": 512,
     }
     recipe = load_recipe(None, settings | settings_of(row, args.group_size))
-    started, cpu = time.monotonic(), cpu_seconds()
+    cpu = cpu_seconds()
     plan = make_plan(recipe)
+    weighing = share_weighing(recipe, plan, args.work / "token-weights.safetensors")
     *_, last = quantize(recipe, plan)
     assert isinstance(last, RunFinished)
-    cost = {"wall_seconds": time.monotonic() - started, "cpu_seconds": cpu_seconds() - cpu}
+    cost = {"cpu_seconds": cpu_seconds() - cpu + weighing}
     return str(output), cost | {"bits_per_weight": plan.bits_per_weight, "bytes": last.report.outputs[0].total_bytes}
+
+
+def share_weighing(recipe: Recipe, plan: Plan, file: Path) -> float:
+    """Give a run that weighs its tokens the weights in `file`, which are made if there is none.
+
+    They depend on the model and the tokens alone. Returns the CPU seconds to charge the run with: those of making them,
+    less those spent just now.
+    """
+    if recipe.token_weights == "none" or not plan.needs_gram:
+        return 0.0
+    before = cpu_seconds()
+    calibration = result_of(calibrate(recipe, plan, []))
+    if not file.exists():
+        modules = {site.module for site in plan.sites}
+        weights = result_of(token_weights(plan.streamed, modules, calibration.tokens, None))
+        save_file(weights, file, {"cpu_seconds": str(cpu_seconds() - before)})
+    with safe_open(file, "pt") as kept:
+        weights = {name: kept.get_tensor(name) for name in kept.keys()}  # noqa: SIM118  (not a dict)
+        made = float(kept.metadata()["cpu_seconds"])
+    with open_job(recipe, plan, calibration, fingerprint_of(recipe, plan, calibration)) as job:
+        job.workspace.keep_token_weights(weights)
+    return made - (cpu_seconds() - before)
+
+
+def result_of(steps: Generator[Any, None, Any]) -> Any:
+    """What a generator returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 def main() -> None:

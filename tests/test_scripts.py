@@ -93,3 +93,25 @@ def test_the_cost_of_a_process_comes_with_its_exit_status(tmp_path: Path) -> Non
     status, peak, cpu, wall = script("bench_peers").process_cost(command, tmp_path / "log", 1)
     assert status == 3 and peak > 0 and cpu > 0 and wall > 0
     assert (tmp_path / "log").read_text() == "why\n"
+
+
+def test_the_tables_of_docs_quality_are_those_of_its_rows() -> None:
+    job = script("quality")
+    page = (SCRIPTS.parent / "docs" / "quality.md").read_text()
+    rows = json.loads((SCRIPTS.parent / "docs" / "quality.json").read_text())
+    before, _, rest = page.partition(job.MARKS[0])
+    assert before and rest.partition(job.MARKS[1])[0].strip() == job.tables(rows)
+
+
+def test_tables_show_each_grid_with_its_peers_first_and_shares_of_the_best_peer() -> None:
+    def entry(kl: float, **more: object) -> dict[str, Any]:
+        return {name: {"ppl": 10.0, "kl": kl, "kl_se": 0.01, "top1": 0.9} for name in ("wikitext", "c4")} | more
+
+    rows = {"default-4-sym": entry(0.1), "a-4-sym": entry(0.4, peer=True), "b-4-sym": entry(0.2, peer=True)}
+    rows |= {"default-3-sym": entry(0.3), "gptq-3-sym": entry(0.6, cpu_seconds=7.4), "rtn-4-sym": entry(0.8)}
+    first, second = script("quality").tables(rows).split("\n\n")
+    shares = [[cell.strip() for cell in line.split("|")[1:10:8]] for line in first.splitlines()[2:]]
+    assert shares == [["a (peer)", "2.00"], ["b (peer)", "1.00"], ["rtn", "4.00"], ["default", "0.50"]]
+    assert "KL / the best peer, C4" in first and "KL / gptq, C4" in second
+    assert [line.split("|")[8].strip() for line in second.splitlines()[2:]] == ["1.00", "0.50"]
+    assert second.splitlines()[2].endswith("| 7 |")
