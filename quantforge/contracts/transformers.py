@@ -17,7 +17,7 @@ from quantforge.contracts._rules import (
 
 TORCH = "GPTQModel 7.7.0, gptqmodel/nn_modules/qlinear/torch.py, TorchLinear"
 TORCH_AWQ = "GPTQModel 7.7.0, gptqmodel/nn_modules/qlinear/torch_awq.py, AwqTorchLinear"
-OPTIMUM = "optimum 2.3.0, optimum/gptq/quantizer.py, GPTQQuantizer.convert_model"
+OPTIMUM = "optimum 2.3.0, optimum/gptq/quantizer.py, GPTQQuantizer.convert_model; measured"
 PACKING = "compressed-tensors 0.20.1, compressors/pack_quantized/base.py, PackedQuantizationCompressor.compress"
 SCHEMES = "compressed-tensors 0.20.1, quantization/quant_args.py, QuantizationArgs"
 APPLY = "compressed-tensors 0.20.1, quantization/lifecycle/forward_helpers.py"

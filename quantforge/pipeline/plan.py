@@ -257,7 +257,7 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
     if "compressed-tensors" in recipe.formats and len(several) > 1 and not all(spec.symmetric for spec in several):
         notes.append(
             "warning: transformers (with compressed-tensors 0.20.1) cannot open a compressed-tensors checkpoint of "
-            "several grids when one of them is asymmetric; --sym or --format gptq can be opened"
+            "several grids when one of them is asymmetric; --sym can be opened"
         )
     if "compressed-tensors" in recipe.formats and EXPERT in layout.kept.values():
         notes.append(
