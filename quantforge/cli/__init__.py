@@ -5,6 +5,7 @@ Nothing heavy is imported until a verb runs, so ``quantforge --help`` answers at
 """
 
 import errno
+import os
 import signal
 import sys
 import threading
@@ -62,8 +63,10 @@ def _root(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (the process's own when None) and return its exit code; raises nothing.
 
-    A SIGTERM ends the run the way Ctrl-C does, so that it is recorded and can be resumed.
+    A SIGTERM ends the run the way Ctrl-C does, so that it is recorded and can be resumed. Threads that wait for each
+    other sleep, unless OMP_WAIT_POLICY says otherwise: on a busy machine spinning costs a large part of the time.
     """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, which no verb has done yet
     if threading.current_thread() is not threading.main_thread():
         return _guarded(argv)
     previous = signal.signal(signal.SIGTERM, _interrupt)
