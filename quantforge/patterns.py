@@ -1,7 +1,13 @@
-"""Regular expressions for module names, as configs of checkpoints hold them; loaders use `re.match`."""
+"""Names of modules: which ones servers fuse, and regular expressions for them as configs of checkpoints hold them.
+
+Loaders use `re.match`.
+"""
 
 import re
 from collections.abc import Iterable
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Names under which servers fuse modules of one parent, and so ask whether a module is quantized, with the parts."""
 
 
 def covering(names: Iterable[str], others: Iterable[str]) -> list[str]:

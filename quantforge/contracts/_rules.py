@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from quantforge.contracts import Problem, SiteGrid, Subject
+from quantforge.patterns import FUSED
 
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 ROW_PARALLEL = frozenset(
     ("o_proj", "down_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "c_proj", "w2", "wo", "linear_out")
 )

@@ -22,12 +22,9 @@ import torch
 from quantforge import __version__
 from quantforge.formats import CheckpointFacts, Format, SiteShape, as_float16, ragged, sites_by_spec
 from quantforge.numerics.bits import pack_codes, period
-from quantforge.patterns import covering
+from quantforge.patterns import FUSED, covering
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
-
-# Names under which servers fuse modules, and so ask whether a module is quantized.
-FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 def problems(specs: Mapping[str, QuantSpec], sites: list[SiteShape]) -> list[str]:

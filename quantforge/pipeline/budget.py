@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from quantforge.formats import Format
 from quantforge.model.sites import LinearSite
 from quantforge.numerics.knapsack import Option, bounds
-from quantforge.pipeline.grids import FUSED, matches
+from quantforge.patterns import FUSED
+from quantforge.pipeline.grids import matches
 from quantforge.pipeline.stored import site_bytes
 from quantforge.recipe import Recipe
 from quantforge.sizes import parse_size
@@ -45,7 +46,7 @@ def group_sites(sites: Iterable[LinearSite]) -> dict[str, tuple[LinearSite, ...]
     found: dict[str, list[LinearSite]] = {}
     for site in sites:
         parent, dot, leaf = site.name.rpartition(".")
-        fused = next((parts for parts in FUSED if leaf in parts), None)
+        fused = next((parts for parts in FUSED.values() if leaf in parts), None)
         expert = _EXPERT.fullmatch(site.name)
         key = expert[1] if expert else f"{parent}{dot}{'+'.join(fused)}" if fused else site.name
         found.setdefault(key, []).append(site)

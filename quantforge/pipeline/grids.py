@@ -9,14 +9,13 @@ from typing import NamedTuple
 
 from quantforge.errors import UsageError
 from quantforge.model.sites import LinearSite, ModelLayout
+from quantforge.patterns import FUSED
 from quantforge.recipe import Recipe
 from quantforge.rules import Rule
 from quantforge.spec import QuantSpec, ScaleDtype
 
 GROUP_SIZES = (128, 64, 32)
 OFFERED_GROUP_SIZES = (256, 128, 96, 64, 48, 32, 16)
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Matrices that vLLM and SGLang put side by side into one, which has one grid."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +217,7 @@ def _alternatives(widths: Counter[int]) -> str:
 def unequal_fused(sites: Sequence[LinearSite], specs: Mapping[str, QuantSpec]) -> list[str]:
     """Problems: sets of matrices that servers fuse whose members have different grids; every one of them is told."""
     problems = []
-    for parts in FUSED:
+    for parts in FUSED.values():
         kinds: dict[str, list[int]] = defaultdict(list)
         for site in sites:
             parent, dot, leaf = site.name.rpartition(".")
@@ -242,7 +241,7 @@ def split_fused(sites: Iterable[LinearSite], ignored: Iterable[LinearSite]) -> I
     left = {site.name for site in ignored}
     for site in sites:
         parent, _, leaf = site.name.rpartition(".")
-        for parts in FUSED:
+        for parts in FUSED.values():
             split = [part for part in parts if f"{parent}.{part}" in left]
             if leaf in parts and split:
                 yield (

@@ -12,11 +12,13 @@ from quantforge.errors import SourceError
 from quantforge.readers import DecodedWeight, Reader, Scheme
 from quantforge.readers.gptq import (
     FLOATS,
+    MARKS,
     check_symmetric_zero,
     expect,
     finite,
     group_index,
     plain_scheme,
+    sites_with,
     tensor,
     unpack_rows,
     with_dynamic,
@@ -31,12 +33,7 @@ NIBBLE_OF = [0, 4, 1, 5, 2, 6, 3, 7]
 
 def group_keys(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     """Sites are the prefixes that carry ``qweight``; biases and other tensors are left alone."""
-    found: dict[str, dict[str, str]] = {}
-    for key in keys:
-        site, _, suffix = key.rpartition(".")
-        if site and suffix in SUFFIXES:
-            found.setdefault(site, {})[suffix] = key
-    return {site: parts for site, parts in found.items() if "qweight" in parts or "qzeros" in parts}
+    return sites_with(keys, SUFFIXES, MARKS)
 
 
 def scheme(config: Mapping[str, Any], site: str) -> Scheme:

@@ -13,7 +13,17 @@ import torch
 
 from quantforge.errors import SourceError
 from quantforge.readers import ActivationScheme, DecodedWeight, Reader, Scheme
-from quantforge.readers.gptq import FLOATS, expect, finite, group_index, matches, tensor, unpack_rows, words_for
+from quantforge.readers.gptq import (
+    FLOATS,
+    expect,
+    finite,
+    group_index,
+    matches,
+    sites_with,
+    tensor,
+    unpack_rows,
+    words_for,
+)
 
 PACKED = "pack-quantized"
 UNPACKED = ("int-quantized", "naive-quantized")
@@ -23,12 +33,7 @@ ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_p
 
 def group_keys(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     """Sites are the prefixes that carry ``weight_packed`` or ``weight_scale``; plain float weights are left alone."""
-    found: dict[str, dict[str, str]] = {}
-    for key in keys:
-        site, _, suffix = key.rpartition(".")
-        if site and suffix in SUFFIXES + ACTIVATIONS:
-            found.setdefault(site, {})[suffix] = key
-    return {site: parts for site, parts in found.items() if "weight_packed" in parts or "weight_scale" in parts}
+    return sites_with(keys, SUFFIXES + ACTIVATIONS, ("weight_packed", "weight_scale"))
 
 
 def scheme(config: Mapping[str, Any], site: str) -> Scheme:

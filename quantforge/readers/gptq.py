@@ -5,7 +5,7 @@ Also what AutoGPTQ, GPTQModel, AutoRound and others write: act-order (``g_idx``)
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from quantforge.errors import SourceError
 from quantforge.readers import DecodedWeight, Reader, Scheme
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+MARKS = ("qweight", "qzeros")
 BITS = (2, 3, 4, 8)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 GROUP_LIMIT = 1 << 31
@@ -23,12 +24,7 @@ WORDS_AT_ONCE = 1 << 20  # bounds the memory of unpacking, 32 bytes a word
 
 def group_keys(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     """Sites are the prefixes that carry ``qweight`` or ``qzeros``; biases and other tensors are left alone."""
-    found: dict[str, dict[str, str]] = {}
-    for key in keys:
-        site, _, suffix = key.rpartition(".")
-        if site and suffix in SUFFIXES:
-            found.setdefault(site, {})[suffix] = key
-    return {site: parts for site, parts in found.items() if "qweight" in parts or "qzeros" in parts}
+    return sites_with(keys, SUFFIXES, MARKS)
 
 
 def scheme(config: Mapping[str, Any], site: str) -> Scheme:
@@ -143,6 +139,16 @@ def group_index(index: torch.Tensor | None, in_features: int, scheme: Scheme, si
 
 
 # ------------------------------------------------------------------------- shared by the readers of packed words
+
+
+def sites_with(keys: Iterable[str], suffixes: Collection[str], marks: Collection[str]) -> dict[str, dict[str, str]]:
+    """{site: {suffix: key}} of the prefixes that carry one of the `marks`, with all their `suffixes`."""
+    found: dict[str, dict[str, str]] = {}
+    for key in keys:
+        site, _, suffix = key.rpartition(".")
+        if site and suffix in suffixes:
+            found.setdefault(site, {})[suffix] = key
+    return {site: parts for site, parts in found.items() if any(mark in parts for mark in marks)}
 
 
 def matches(pattern: str, site: str, key: str) -> bool:

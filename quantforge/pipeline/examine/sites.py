@@ -9,10 +9,10 @@ import torch
 from quantforge.errors import SourceError
 from quantforge.model.shards import DTYPES
 from quantforge.model.source import Checkpoint
+from quantforge.patterns import FUSED
 from quantforge.pipeline.examine.config import Quantization
 from quantforge.pipeline.examine.files import Files
 from quantforge.pipeline.examine.findings import Finding, error, refused, warning
-from quantforge.pipeline.grids import FUSED
 from quantforge.readers import DecodedWeight, Scheme
 
 NEAR = 0.35
@@ -145,7 +145,7 @@ def check_fused(checkpoint: Checkpoint, sites: Mapping[str, Site]) -> Iterator[F
     for name in sites:
         parents[name.rpartition(".")[0]].add(name.rpartition(".")[2])
     for parent, leaves in parents.items():
-        for parts in FUSED:
+        for parts in FUSED.values():
             packed = [f"{parent}.{part}" for part in parts if part in leaves]
             kept = [f"{parent}.{part}" for part in parts if f"{parent}.{part}.weight" in checkpoint.tensors]
             kept = [name for name in kept if name not in packed]
