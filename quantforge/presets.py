@@ -27,7 +27,9 @@ PRESETS = {
         ),
         Preset("balanced", "the defaults", {}),
         Preset(
-            "best", "scales are tuned once codes are chosen: slower, to come closer to the original", {"tune_epochs": 2}
+            "best",
+            "scales and norms are tuned once codes are chosen: slower, to come closer to the original",
+            {"tune_epochs": 2},
         ),
     )
 }

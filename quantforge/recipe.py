@@ -75,7 +75,7 @@ class Recipe(BaseModel):
     rules: tuple[Rule, ...] = Field(default=(), description="a list of rules, such as {match: '*.down_proj', bits: 8}")
     activation_bits: Literal[8] | None = Field(default=None, description="8, or null for floating point")
     scale_dtype: Literal["auto", "float16", "bfloat16"] = Field(default="auto", description="auto, float16 or bfloat16")
-    tune_epochs: int = Field(default=0, ge=0, description="a whole number of epochs of scale tuning, 0 for none")
+    tune_epochs: int = Field(default=0, ge=0, description="a whole number of epochs of tuning, 0 for none")
     token_weights: Literal["gradient", "none"] = Field(default="gradient", description="gradient or none")
     sequential: Literal["layer", "group", "none"] = Field(default="layer", description="layer, group or none")
     calibration: CalibrationRecipe = Field(default=CalibrationRecipe(), description="a mapping")

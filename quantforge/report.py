@@ -160,13 +160,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What came of tuning the scales.
+    """What came of tuning scales and gains.
 
     Attributes:
         epochs, steps: how long.
         held_out: calibration sequences that were not tuned on.
         kl_before, kl_after: KL from the original on those, nats a token.
-        kept: whether the tuned scales are in the output.
+        kept: whether what was tuned is in the output.
     """
 
     epochs: int
@@ -182,7 +182,7 @@ class RunReport:
     """The whole run: every layer, every output, everything a user should know.
 
     `kept` maps each parameter of two or more dims that was not quantized to the reason; `allocation` says how bits were
-    chosen, and `tuning` what tuning the scales brought, when they were.
+    chosen, and `tuning` what tuning brought, when they were.
     """
 
     method: str
@@ -226,7 +226,7 @@ class Weighing:
 
 @dataclass(frozen=True)
 class Tuning:
-    """A step of tuning the scales is done; `kl` is from the original on the sequences of this step, nats a token."""
+    """A step of tuning is done; `kl` is from the original on the sequences of this step, nats a token."""
 
     step: int
     steps: int

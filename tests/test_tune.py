@@ -1,4 +1,4 @@
-"""Scale tuning: what it changes, what it keeps, and that it can be carried on."""
+"""Tuning: what it changes, what it keeps, and that it can be carried on."""
 
 import random
 from collections.abc import Iterator
@@ -27,11 +27,15 @@ def packed(path: Path) -> PackedCheckpoint:
     return opened
 
 
+def packed_keys(checkpoint: PackedCheckpoint) -> set[str]:
+    return {key for parts in checkpoint.sites.values() for key in parts.values()}
+
+
 def directory_bytes(path: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in path.iterdir() if file.suffix == ".safetensors"}
 
 
-def test_tuning_keeps_the_codes_changes_the_scales_and_lowers_the_held_out_kl(
+def test_tuning_keeps_the_codes_changes_scales_and_gains_and_lowers_the_held_out_kl(
     tiny_llama: Path, text: Path, tmp_path: Path
 ) -> None:
     finish(recipe_for(tiny_llama, tmp_path / "plain", text, bits=3))
@@ -47,9 +51,15 @@ def test_tuning_keeps_the_codes_changes_the_scales_and_lowers_the_held_out_kl(
         assert torch.equal(old.scale.sign(), new.scale.sign())
         changed += int((old.scale != new.scale).sum())
     assert changed > 0
+    gains = {key for key in before.checkpoint.tensors if key.endswith("norm.weight")}
+    assert len(gains) == 5  # two norms a layer, and the last
+    for key in before.checkpoint.tensors.keys() & after.checkpoint.tensors.keys() - packed_keys(before):
+        old_tensor, new_tensor = before.checkpoint.read(key), after.checkpoint.read(key)
+        assert old_tensor.dtype == new_tensor.dtype
+        assert torch.equal(old_tensor, new_tensor) == (key not in gains), key
 
 
-def test_scales_that_do_not_help_on_held_out_text_are_not_kept(
+def test_what_does_not_help_on_held_out_text_is_not_kept(
     tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish(recipe_for(tiny_llama, tmp_path / "plain", text, bits=3))

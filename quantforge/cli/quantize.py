@@ -122,7 +122,7 @@ def quantize(
         Many, Option(metavar="KEY=VALUE", help="Of the method. Repeatable.", rich_help_panel=ADVANCED)
     ] = None,
     tune_epochs: Annotated[
-        int | None, Option(help="Epochs of tuning all scales end to end. [0]", rich_help_panel=ADVANCED)
+        int | None, Option(help="Epochs of tuning all scales and norms end to end. [0]", rich_help_panel=ADVANCED)
     ] = None,
     scale_dtype: Annotated[
         Literal["auto", "float16", "bfloat16"] | None, Option(help="[auto]", rich_help_panel=ADVANCED)

@@ -134,7 +134,7 @@ class RunView:
 
     def _tuning(self, step: int, steps: int, kl: float) -> None:
         eta = self._eta(step, steps)
-        self._stage(f"tuning scales: step {step}/{steps}  KL {kl:.4f}{eta and '  '}{eta}")
+        self._stage(f"tuning: step {step}/{steps}  KL {kl:.4f}{eta and '  '}{eta}")
 
     def _eta(self, done: int, steps: int) -> str:
         """Of steps that take alike, counted from the first that is seen; nothing after that one."""

@@ -120,7 +120,7 @@ def _stages(recipe: Recipe, plan: Plan, sizes: _Sizes) -> Iterator[tuple[str, in
         head = outer + FLOAT_BYTES * 4 * sizes.seqlen * sizes.vocabulary
         yield "weighing calibration tokens", 2 * hidden + max(head, layer + 3 * activations)
     if recipe.tune_epochs:
-        yield "tuning scales", TUNING_BYTES * (sizes.outer + sizes.layers)
+        yield "tuning", TUNING_BYTES * (sizes.outer + sizes.layers)
 
 
 def _operations(recipe: Recipe, plan: Plan, sizes: _Sizes) -> Iterator[float]:

@@ -76,5 +76,5 @@ class Solved:
         return self.weight(name)
 
     def tensor(self, key: str) -> torch.Tensor:
-        """What a transform made of a tensor."""
+        """What a transform or the tuning made of a tensor."""
         return self._workspace.float_tensor(self._floats[key], key)

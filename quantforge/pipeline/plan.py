@@ -331,7 +331,7 @@ def _container_problems(formats: Iterable[Format], checkpoint: Checkpoint, grids
 
 
 def _untunable(activations: ActivationSpec | None) -> Iterator[str]:
-    """What forbids tuning scales end to end, whatever the machine."""
+    """What forbids tuning end to end, whatever the machine."""
     if activations is not None:
         yield (
             "--tune-epochs follows gradients, and rounded activations have none; use --tune-epochs 0 with "

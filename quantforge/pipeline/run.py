@@ -27,7 +27,7 @@ from quantforge.pipeline.layers import solve_layers
 from quantforge.pipeline.manifest import FILES_KEY, REPORT_FILE, file_hashes
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.subject import facts_of
-from quantforge.pipeline.tune import tune_scales
+from quantforge.pipeline.tune import tune
 from quantforge.pipeline.verify import verify_checkpoint
 from quantforge.pipeline.workspace import Workspace, discard, owned, work_directory
 from quantforge.pipeline.writer import publish, write_checkpoint, write_json
@@ -112,7 +112,7 @@ def finish(job: Job) -> Generator[Event, None, None]:
     if recipe.tune_epochs:
         assert job.calibration is not None
         trusted = recipe.trust_remote_code
-        tuning = yield from tune_scales(plan, workspace, job.calibration, recipe.tune_epochs, trust_remote_code=trusted)
+        tuning = yield from tune(plan, workspace, job.calibration, recipe.tune_epochs, trust_remote_code=trusted)
     report = replace(_report(plan, workspace, job.calibration), tuning=tuning)
     if job.allocation is not None:
         report = replace(report, allocation=job.allocation, warnings=job.allocation.warnings + report.warnings)

@@ -1,16 +1,19 @@
-"""Tuning: the scales of all sites together, so that the model predicts what the original does.
+"""Tuning: the scales of all sites and the gains of all norms together, so that the model predicts what it did.
 
-The codes are kept. Each scale is multiplied by a factor, and the factors follow the gradient of KL(original ||
-quantized) on the calibration tokens, with Adam (arXiv 1412.6980) and a cosine schedule: the end-to-end phase of
-EfficientQAT (arXiv 2407.11062) with the original's predictions as targets. Solvers look at one site at a time; this is
-where the errors of different sites are set off against each other. It takes gradients through the whole model, so the
-whole model must fit into memory; `plan` refuses it otherwise.
+The codes are kept. Each scale and each gain is multiplied by a factor, and the factors follow the gradient of
+KL(original || quantized) on the calibration tokens, with Adam (arXiv 1412.6980) and a cosine schedule: the end-to-end
+phase of EfficientQAT (arXiv 2407.11062) with the original's predictions as targets, and with gains, as in Norm Tweaking
+(arXiv 2309.02784). Solvers look at one site at a time; this is where the errors of different sites are set off against
+each other. A scale acts on one group of one output, a gain on one input of every output behind it, so the two correct
+different things. It takes gradients through the whole model, so the whole model must fit into memory; `plan` refuses it
+otherwise.
 
-Some sequences are held out. The tuned scales are kept only if the KL on those is lower.
+Some sequences are held out. What was tuned is kept only if the KL on those is lower.
 """
 
 import math
 import time
+from collections import Counter
 from collections.abc import Generator, Iterator
 
 import torch
@@ -19,7 +22,9 @@ from torch.nn.utils import parametrize
 
 from quantforge.calibration import CalibrationSet
 from quantforge.errors import NumericsError
+from quantforge.model.shards import DTYPES
 from quantforge.model.skeleton import is_conv1d
+from quantforge.model.source import Checkpoint
 from quantforge.model.streamed import StreamedModel, StreamedPass
 from quantforge.numerics.grid import store_signed_scale
 from quantforge.pipeline.plan import Plan
@@ -52,8 +57,25 @@ class _Dequantize(nn.Module):
         return matrix.t() if self.transposed else matrix
 
 
+class _Multiply(nn.Module):
+    """Makes a norm's gain out of factors [features]."""
+
+    def __init__(self, gain: Tensor) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, factor: Tensor) -> Tensor:
+        return self.gain * factor
+
+
 class _Student:
-    """The whole quantized model, with a factor for each scale."""
+    """The whole quantized model, with a factor for each scale and each gain.
+
+    Attributes:
+        weights: the committed sites, by name.
+        gains: float32 gains before tuning, by checkpoint key.
+        factors: what is tuned, by site name or checkpoint key.
+    """
 
     def __init__(self, plan: Plan, workspace: Workspace, trust_remote_code: bool) -> None:
         device = plan.streamed.device
@@ -61,19 +83,26 @@ class _Student:
         self.streamed.load_outer()
         for index in range(plan.layers):
             self.streamed.load_layer(index)
-        targets = {key: name for name, key in self.streamed.keys.plain.items()}
-        for key, layer in workspace.floats().items():
-            self.streamed.model.get_parameter(targets[key]).data.copy_(workspace.float_tensor(layer, key))
+        names = {key: name for name, key in self.streamed.keys.plain.items()}
+        for key, file in workspace.floats().items():
+            self.streamed.model.get_parameter(names[key]).data.copy_(workspace.float_tensor(file, key))
         self.weights: dict[str, QuantizedWeight] = {}
+        self.gains: dict[str, Tensor] = {}
         self.factors: dict[str, nn.Parameter] = {}
         for site in plan.sites:
             weight = workspace.weight(site.layer, site.name, site.in_features)
             module = self.streamed.model.get_submodule(site.module)
-            factor = nn.Parameter(torch.ones(weight.scale.shape, device=device))
-            module.weight = factor
+            self.weights[site.name] = weight
             made = _Dequantize(weight, is_conv1d(module), device)
-            parametrize.register_parametrization(module, "weight", made, unsafe=True)
-            self.weights[site.name], self.factors[site.name] = weight, factor
+            self._tune(site.name, module, made, torch.ones(weight.scale.shape, device=device))
+        for name, key in gains_of(self.streamed).items():
+            module = self.streamed.model.get_submodule(name.removesuffix(".weight"))
+            gain = self.gains[key] = self.streamed.model.get_parameter(name).detach().clone()
+            self._tune(key, module, _Multiply(gain), torch.ones_like(gain))
+
+    def _tune(self, name: str, module: nn.Module, made: nn.Module, factor: Tensor) -> None:
+        module.weight = self.factors[name] = nn.Parameter(factor)
+        parametrize.register_parametrization(module, "weight", made, unsafe=True)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[length, vocab] of one sequence [1, length]."""
@@ -89,17 +118,43 @@ class _Student:
             tuned[name] = store_signed_scale(exact, weight.spec.scale_dtype)
         return tuned
 
-    def round_factors(self) -> None:
-        """Make the factors those of the scales that can be stored."""
+    def tuned_gains(self, checkpoint: Checkpoint) -> dict[str, Tensor]:
+        """The tuned gains in the dtype the checkpoint has for them, by key; of norms that no text reaches, none."""
+        tuned = {}
+        for key, gain in self.gains.items():
+            factor = self.factors[key].detach()
+            if bool((factor != 1).any()):
+                tuned[key] = (gain * factor).to(DTYPES[checkpoint.tensors[key].dtype]).cpu()
+        return tuned
+
+    def round_factors(self, checkpoint: Checkpoint) -> None:
+        """Make the factors those of the scales and gains that can be stored."""
         for name, scale in self.scales().items():
             factor = scale.to(torch.float32) / self.weights[name].scale.to(torch.float32)
             self.factors[name].data.copy_(factor)
+        for key, stored in self.tuned_gains(checkpoint).items():
+            gain = self.gains[key]
+            factor = torch.where(gain == 0, 1.0, stored.to(gain) / gain)
+            self.factors[key].data.copy_(factor)
 
 
-def tune_scales(
+def gains_of(model: StreamedModel) -> dict[str, str]:
+    """Parameter name -> checkpoint key of vectors that are the weight of a module: of norms, that is.
+
+    Those that several places share are left out.
+    """
+    stored = model.keys.plain
+    shared = {key for key, count in Counter(stored.values()).items() if count > 1}
+    vectors = {name for name, parameter in model.model.named_parameters() if parameter.ndim == 1}
+    return {
+        name: key for name, key in stored.items() if name in vectors and name.endswith(".weight") and key not in shared
+    }
+
+
+def tune(
     plan: Plan, workspace: Workspace, calibration: CalibrationSet, epochs: int, *, trust_remote_code: bool = False
 ) -> Generator[Event, None, TuneReport]:
-    """Tune the scales of all committed layers for so many epochs and put them into the workspace, if they are better.
+    """Tune all committed layers for so many epochs and put the scales and gains into the workspace, if they are better.
 
     Carried on where it was when the process died. Raises NumericsError when the loss is not finite.
     """
@@ -130,11 +185,11 @@ def tune_scales(
             workspace.keep_tuning(TuningState(step + 1, state.kl_before, _saved(student, optimizer)))
             saved = time.monotonic()
         yield Tuning(step + 1, len(order), loss)
-    student.round_factors()
+    student.round_factors(plan.checkpoint)
     after = _held_out_kl(student, reference, held_out)
     kept = after < state.kl_before
     report = TuneReport(epochs, len(order), held_out, state.kl_before, after, kept)
-    workspace.keep_tuned(report, student.scales() if kept else {})
+    workspace.keep_tuned(report, *((student.scales(), student.tuned_gains(plan.checkpoint)) if kept else ({}, {})))
     return report
 
 

@@ -4,8 +4,9 @@ Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetenso
 ``float:<key>`` tensors that a transform changed; the grid of each site is in the metadata), ``layer-00012.json`` (its
 report; its presence means that the layer is done), ``hidden-00013.safetensors`` (the input of the next layer),
 ``allocation.json`` (the bits chosen for a budget), ``token-weights.safetensors``, ``sampled-tokens.safetensors`` (and
-in its metadata what they were sampled for), ``tuning.safetensors`` (unfinished) and ``tuned.safetensors``. Each file is
-written under a temporary name, flushed to the disk and renamed; the report comes last.
+in its metadata what they were sampled for), ``tuning.safetensors`` (unfinished) and ``tuned.safetensors`` (scales, and
+under ``float:<key>`` gains). Each file is written under a temporary name, flushed to the disk and renamed; the report
+comes last.
 """
 
 import fcntl
@@ -44,7 +45,7 @@ FLOAT = "float:"
 
 @dataclass(frozen=True, eq=False)
 class TuningState:
-    """Scale tuning, under way.
+    """Tuning, under way.
 
     Attributes:
         step: steps done.
@@ -166,7 +167,7 @@ class Workspace:
         write_atomically(self.path / WEIGHTS_FILE, save(dict(weights)))
 
     def tuning(self) -> TuningState | None:
-        """How far the tuning of scales was, if it was begun."""
+        """How far the tuning was, if it was begun."""
         file = self.path / TUNING_FILE
         if not file.exists():
             return None
@@ -188,9 +189,12 @@ class Workspace:
         with self._tensors(file) as tensors:
             return TuneReport(**json.loads((tensors.metadata() or {})["report"]))
 
-    def keep_tuned(self, report: TuneReport, scales: Mapping[str, torch.Tensor]) -> None:
-        """Finish the tuning: from now on `weight` has these scales, by site name."""
-        write_atomically(self.path / TUNED_FILE, save(dict(scales), {"report": json.dumps(asdict(report))}))
+    def keep_tuned(
+        self, report: TuneReport, scales: Mapping[str, torch.Tensor], floats: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Finish the tuning: from now on `weight` has these scales, by site, and `floats` these tensors, by key."""
+        tensors = dict(scales) | {f"{FLOAT}{key}": tensor for key, tensor in floats.items()}
+        write_atomically(self.path / TUNED_FILE, save(tensors, {"report": json.dumps(asdict(report))}))
         (self.path / TUNING_FILE).unlink(missing_ok=True)
 
     def _tuned_scale(self, name: str) -> torch.Tensor | None:
@@ -240,18 +244,19 @@ class Workspace:
             )
             return QuantizedWeight(spec, codes, scale, zero)
 
-    def floats(self) -> dict[str, int]:
-        """Checkpoint keys whose tensors a transform changed, each with its layer."""
-        found: dict[str, int] = {}
-        for layer in range(self.done()):
-            with self._tensors(self._layer_file(layer)) as tensors:
+    def floats(self) -> dict[str, Path]:
+        """Checkpoint keys whose tensors are not quantized but were changed, each with the file that has it now."""
+        files = [self._layer_file(layer) for layer in range(self.done())] + [self.path / TUNED_FILE]
+        found: dict[str, Path] = {}
+        for file in files[:-1] if self.tuned() is None else files:
+            with self._tensors(file) as tensors:
                 names = tensors.keys()
-            found |= {name.removeprefix(FLOAT): layer for name in names if name.startswith(FLOAT)}
+            found |= {name.removeprefix(FLOAT): file for name in names if name.startswith(FLOAT)}
         return found
 
-    def float_tensor(self, layer: int, key: str) -> torch.Tensor:
+    def float_tensor(self, file: Path, key: str) -> torch.Tensor:
         """One of the tensors of `floats`, in its stored dtype."""
-        with self._tensors(self._layer_file(layer)) as tensors:
+        with self._tensors(file) as tensors:
             tensor: torch.Tensor = tensors.get_tensor(f"{FLOAT}{key}").clone()
             return tensor
 
