@@ -222,7 +222,7 @@ def gguf_bytes(files: Contents) -> bytes:
 
 
 def spots(data: bytes) -> list[tuple[int, bytes, list[int]]]:
-    """(place, name, places of the numbers behind it) of keys and tensors that are still where the pristine ones were."""
+    """(place, name, places of the numbers behind it) of the keys and tensors that are where the pristine ones were."""
     return [(place, name, numbers) for place, name, numbers in SPOTS if data[place + 8 :].startswith(name)]
 
 
@@ -230,7 +230,7 @@ SPOTS: list[tuple[int, bytes, list[int]]] = []
 
 
 def locate(file: Path) -> Iterator[tuple[int, bytes, list[int]]]:
-    """`spots` of a whole file, from the package gguf: type and first values of a key; dims, type, offset of a tensor."""
+    """`spots` of a whole file, by the package gguf: type and first values of a key; dims, type, offset of a tensor."""
     reader = gguf.GGUFReader(file)
     described = [(field.offset, field.name) for field in reader.fields.values() if field.name[:5] != "GGUF."]
     described += [(tensor.field.offset, tensor.name) for tensor in reader.tensors]

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from quantforge.errors import SourceError
@@ -46,7 +47,7 @@ class GgufCheckpoint:
     """Implements `source.TensorSource`. Build it with `open_gguf`.
 
     Attributes:
-        path: the directory.
+        path: the directory of config.json.
         config: config.json beside the file.
         file: the GGUF file.
         tensors: by checkpoint key, in the order of the file.
@@ -75,19 +76,27 @@ class GgufCheckpoint:
 
         Raises SourceError when the file ends early, or for blocks that the package gguf cannot dequantize.
         """
-        tensor, raw = self.tensors[key], self.stored(key)
+        return self._turned_back(self.tensors[key], self.values(self.tensors[key]))
+
+    def values(self, tensor: GgufTensor) -> torch.Tensor:
+        """What `read` gives, of any tensor of the file, rows in the file's order."""
+        raw = self._bytes(tensor)
         if tensor.kind in FLOATS:
-            return self._turned_back(tensor, raw.view(FLOATS[tensor.kind]).reshape(tensor.shape))
+            return raw.view(FLOATS[tensor.kind]).reshape(tensor.shape)
         gguf = need("gguf", "reading a GGUF file")
         try:
-            values = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[tensor.kind])
+            with np.errstate(all="ignore"):  # what is not finite is for those who look
+                values = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[tensor.kind])
         except NotImplementedError as error:
             raise SourceError(f"{self.file}: {tensor.name} has the type {tensor.kind}: {error}") from error
-        return self._turned_back(tensor, torch.from_numpy(values))
+        return torch.from_numpy(values)
 
-    def stored(self, key: str) -> torch.Tensor:
-        """A tensor's bytes, uint8 [..., bytes of a row], rows in the file's order."""
-        tensor = self.tensors[key]
+    def rows(self, key: str) -> torch.Tensor:
+        """The blocks of a matrix, uint8 [out, bytes of a row], rows in the order of transformers."""
+        return self._turned_back(self.tensors[key], self._bytes(self.tensors[key]))
+
+    def _bytes(self, tensor: GgufTensor) -> torch.Tensor:
+        """uint8 [..., bytes of a row]."""
         buffer = torch.empty(tensor.total_bytes, dtype=torch.uint8)
         with opened(self.file) as handle:
             handle.seek(tensor.start)
@@ -125,12 +134,12 @@ def gguf_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.gguf")) if path.is_dir() else []
 
 
-def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open a directory that holds one GGUF file and config.json.
+def open_gguf(path: Path, config: Path | None = None) -> GgufCheckpoint:
+    """Open a GGUF file, or a directory that holds one; `config` is the directory of config.json, where it is another.
 
     Raises SourceError for several files, a damaged one, and one with tensors of an architecture not known here.
     """
-    files = gguf_files(path)
+    files = [path] if path.is_file() else gguf_files(path)
     if len(files) != 1:
         raise SourceError(f"{path} holds {len(files)} GGUF files, not one: {', '.join(file.name for file in files)}")
     header = read_gguf_header(files[0])
@@ -149,4 +158,5 @@ def open_gguf(path: Path) -> GgufCheckpoint:
         tensors[f"{prefix}{MODULES[match[2]]}.{match[3]}"] = tensor
     if unknown:
         raise SourceError(f"{files[0]} holds {len(unknown)} tensors of unknown names: {', '.join(unknown[:3])}")
-    return GgufCheckpoint(path, read_config(path), files[0], tensors, header)
+    directory = config or files[0].parent
+    return GgufCheckpoint(directory, read_config(directory), files[0], tensors, header)

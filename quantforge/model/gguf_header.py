@@ -27,7 +27,9 @@ NAME_LIMIT = 64
 
 ALIGNMENT_KEY = "general.alignment"
 DEFAULT_ALIGNMENT = 32
-SCALARS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+SCALARS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"
+}  # fmt: skip
 STRING, ARRAY = 8, 9
 SMALLEST_PAIR = 8 + 4 + 1  # an empty key, a type and a byte
 SMALLEST_TENSOR = 8 + 4 + 4 + 8  # an empty name, no dims, a type and an offset

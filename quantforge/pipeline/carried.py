@@ -9,7 +9,7 @@ import torch
 from quantforge.errors import SourceError
 from quantforge.formats import CheckpointFacts, SiteShape
 from quantforge.model.activations import activation_spec
-from quantforge.model.packed import PackedCheckpoint, quantization_config
+from quantforge.model.packed import Copied, PackedSource, quantization_config
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.plan import scale_dtype_of
 from quantforge.quantized import SCALE_DTYPES, QuantizedWeight
@@ -57,11 +57,11 @@ class Carried:
         notes: what deserves to be said.
     """
 
-    def __init__(self, packed: PackedCheckpoint, *, trust_remote_code: bool, progress: Progress) -> None:
+    def __init__(self, packed: PackedSource, *, trust_remote_code: bool, progress: Progress) -> None:
         model = StreamedModel(packed, trust_remote_code=trust_remote_code)
         self._packed, self._progress = packed, progress
         self._layout = model.layout
-        self.source = packed.checkpoint
+        self.source: Copied = packed.checkpoint
         self.config: Mapping[str, Any] = without_quantization(packed.config)
         self.packed = {key: name for name, parts in packed.sites.items() for key in parts.values()}
         self.changed: frozenset[str] = frozenset()
@@ -189,7 +189,7 @@ def _regular(spec: QuantSpec, in_features: int) -> torch.Tensor:
     return torch.arange(in_features) // (spec.group_size or in_features)
 
 
-def _beyond(packed: PackedCheckpoint) -> list[str]:
+def _beyond(packed: PackedSource) -> list[str]:
     config = quantization_config(packed.checkpoint) or {}
     asked = {key: config[key] for key in BEYOND if config.get(key) and config[key] not in NOTHING}
     problems = [
