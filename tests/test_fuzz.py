@@ -23,6 +23,7 @@ import quantforge.pipeline.examine.model
 from quantforge.errors import QuantforgeError
 from quantforge.model.packed import open_any
 from quantforge.model.skeleton import build_skeleton
+from quantforge.pipeline.convert import convert_checkpoint
 from quantforge.pipeline.describe import describe_checkpoint
 from quantforge.pipeline.examine import examine
 from quantforge.pipeline.manifest import REPORT_FILE
@@ -369,6 +370,44 @@ def test_a_damaged_gguf_file_is_refused_or_read_as_it_was(damage: Damage, pristi
     SPOTS[:] = locate(pristine_gguf / GGUF)
     assert len(SPOTS) > 30 and spots(gguf_bytes(original)) == SPOTS
     survive(original, weights, damage, GGUF_EXAMPLES, tmp_path)
+
+
+@LINUX
+@pytest.mark.parametrize("damage", [flip_gguf, recount, rename], ids=lambda damage: damage.__name__)
+def test_a_damaged_gguf_file_is_converted_as_it_is_or_refused(
+    damage: Damage, pristine_gguf: Path, tmp_path: Path
+) -> None:
+    original: Contents = {file.name: file.read_bytes() for file in sorted(pristine_gguf.iterdir())}
+    SPOTS[:] = locate(pristine_gguf / GGUF)
+    outcomes = {"refused": 0, "converted": 0}
+
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        files = dict(original)
+        damage(files, data.draw)
+        for name in ("x", "out"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        (tmp_path / "x").mkdir()
+        write(tmp_path / "x", files)
+        signal.signal(signal.SIGALRM, too_slow)
+        signal.alarm(SECONDS)
+        try:
+            done = attempt(lambda: convert_checkpoint(tmp_path / "x", "gptq", tmp_path / "out"))
+        finally:
+            signal.alarm(0)
+        outcomes["refused" if done is None else "converted"] += 1
+        assert (tmp_path / "out").exists() == (done is not None) and not (tmp_path / "out.partial").exists()
+        if done is not None:
+            before, after = open_any(tmp_path / "x"), open_any(tmp_path / "out")
+            assert sorted(before.keys()) == sorted(after.keys())
+            for key in before.keys():  # noqa: SIM118
+                one, other = before.read(key).float(), after.read(key).float()
+                assert torch.allclose(one, other, rtol=0, atol=0, equal_nan=True), key
+
+    check()
+    assert outcomes["refused"] > 0 and sum(outcomes.values()) >= 25
+    assert outcomes["converted"] > 0 or damage is not flip_gguf
 
 
 def survive(

@@ -72,7 +72,7 @@ class Carried:
         self.shapes = self._shapes()
         self.specs: Mapping[str, QuantSpec] = {
             name: QuantSpec(scheme.bits, scheme.group_size, scheme.symmetric)
-            for name, scheme in packed.schemes.items()
+            for name, scheme in ((name, packed.schemes[name]) for name in self.shapes)
             if scheme.bits in get_args(Bits)
         }
         self.notes = [f"{key} repeats the tensor it is tied to and is written once" for key in model.duplicates]
@@ -98,15 +98,12 @@ class Carried:
         self.activations = next(iter(found))
 
     def _shapes(self) -> dict[str, SiteShape]:
-        """From the model; a site outside of its decoder layers (an output head) is read to learn its own."""
-        known = {site.name: site.shape for site in self._layout.sites}
-        shapes = {}
-        for name in self._packed.sites:
-            if name in known:
-                shapes[name] = known[name]
-            else:
-                out_features, in_features = self._packed.decode(name).codes.shape
-                shapes[name] = SiteShape(name, out_features, in_features)
+        """In the model's order; a site outside of its decoder layers (an output head) is read to learn its own."""
+        sites = self._packed.sites
+        shapes = {site.name: site.shape for site in self._layout.sites if site.name in sites}
+        for name in [name for name in sites if name not in shapes]:
+            out_features, in_features = self._packed.decode(name).codes.shape
+            shapes[name] = SiteShape(name, out_features, in_features)
         return shapes
 
     def survey(self) -> Survey:

@@ -7,6 +7,7 @@ the next: a token's score is then minus its place. What remains different are te
 a special token: llama.cpp puts the sign for a space before them too, tokenizers with a ``Metaspace`` step may not.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
@@ -38,11 +39,9 @@ def sentencepiece_problems(tokenizer: Mapping[str, Any], file: str) -> Iterator[
             f"a SentencePiece model: normalizer {tokenizer.get('normalizer')}, pre_tokenizer "
             f"{tokenizer.get('pre_tokenizer')}"
         )
-    runs = [token for token, _ in groupby(left + right for left, right in merges)]
-    if len(runs) > len(set(runs)):
-        seen: set[str] = set()
-        torn = next(token for token in runs if token in seen or seen.add(token))  # type: ignore[func-returns-value]
-        yield f"the merges of {file} that give {torn!r} stand apart; llama.cpp has one score for a token"
+    runs = Counter(token for token, _ in groupby(left + right for left, right in merges))
+    if torn := [token for token, count in runs.items() if count > 1]:
+        yield f"the merges of {file} that give {torn[0]!r} stand apart; llama.cpp has one score for a token"
     splits = ((token[:cut], token[cut:]) for token in vocabulary for cut in range(1, len(token)))
     absent = [pair for pair in splits if pair[0] in vocabulary and pair[1] in vocabulary and pair not in merges]
     if absent:
