@@ -20,7 +20,7 @@ def boundaries(blocks: torch.Tensor, kind: str) -> list[int]:
 
     `blocks` is uint8 [out, bytes of a row].
     """
-    grouped = blocks.unflatten(1, (-1, _BYTES[kind]))  # [out, blocks, bytes]
+    grouped = blocks.reshape(len(blocks), -1, _BYTES[kind])  # [out, blocks, bytes]
     heads = grouped[..., : _BYTES[kind] - (BLOCK if kind == "Q8_0" else BLOCK // 2)]
     differs = (heads[:, 1:] != heads[:, :-1]).any(dim=-1).any(dim=0)  # [blocks - 1]
     return [place + 1 for place in differs.nonzero().flatten().tolist()]
@@ -33,7 +33,7 @@ def decode_blocks(blocks: torch.Tensor, scheme: Scheme, site: str) -> DecodedWei
     minimum is not ``-zero * scale`` with a zero of 0 to 15, or a scale that is not finite.
     """
     kind = scheme.checkpoint_format
-    grouped = blocks.unflatten(1, (-1, _BYTES[kind]))  # [out, blocks, bytes]
+    grouped = blocks.reshape(len(blocks), -1, _BYTES[kind])  # [out, blocks, bytes]
     scale = _float16(grouped[..., :2])  # [out, blocks]
     if not bool(torch.isfinite(scale).all()):
         raise SourceError(f"{site}: {int((~torch.isfinite(scale)).sum())} of {scale.numel()} scales are not finite")
