@@ -22,12 +22,15 @@ class QuantSpec:
         scale_dtype: dtype the scale is stored in. ``bfloat16`` scales are kept exactly representable in
             float16 as well, so one grid can be exported to formats of either dtype. ``float32`` is never chosen here;
             other tools write it.
+        exact_minima: scales have `scale_digits` significant bits, so that ``-zero * scale`` is a float16 number too, as
+            formats need that store it in place of zeros. Means nothing for a symmetric grid.
     """
 
     bits: int
     group_size: int | None = 128
     symmetric: bool = True
     scale_dtype: ScaleDtype = "bfloat16"
+    exact_minima: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in get_args(Bits):
@@ -46,6 +49,12 @@ class QuantSpec:
     def symmetric_zero(self) -> int:
         """The code that stands for 0.0 in a symmetric grid, 2^(bits-1)."""
         return 1 << (self.bits - 1)
+
+    @property
+    def scale_digits(self) -> int:
+        """Significant bits of a scale. A zero adds at most `bits` to them in ``-zero * scale``, and float16 has 11."""
+        stored = {"float16": 11, "bfloat16": 8, "float32": 24}[self.scale_dtype]
+        return min(stored, 11 - self.bits) if self.exact_minima and not self.symmetric else stored
 
     def fits(self, in_features: int) -> bool:
         """True when groups tile a row of `in_features` exactly."""

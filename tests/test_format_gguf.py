@@ -265,8 +265,8 @@ def test_the_regular_expressions_are_those_of_transformers_own_tables() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"model": {"type": "Unigram", "vocab": {}}}, "holds a 'Unigram' model; this writer knows byte-level BPE"),
-        ({"model": {"type": "BPE", "byte_fallback": True}}, "SentencePiece BPE (byte_fallback)"),
+        ({"model": {"type": "Unigram", "vocab": {}}}, "holds a 'Unigram' model; this writer knows BPE, byte-level or"),
+        ({"model": {"type": "BPE", "vocab": {"a": 0}, "fuse_unk": True}}, "sets fuse_unk of its model"),
         ({"normalizer": {"type": "Lowercase"}}, "has a Lowercase normalizer; llama.cpp normalizes no text"),
         ({"pre_tokenizer": {"type": "Whitespace"}}, "list (dbrx, gpt-2, llama-bpe, qwen2, smollm, tekken): "),
         ({"added_tokens": [{"id": 300, "content": "x"}]}, "has a token 300, the embedding only 256 rows"),

@@ -2,6 +2,7 @@
 export of ours whose weights changed never passes."""
 
 import json
+import os
 import resource
 import shutil
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -21,9 +23,13 @@ import quantforge.pipeline.examine.model
 from quantforge.errors import QuantforgeError
 from quantforge.model.packed import open_any
 from quantforge.model.skeleton import build_skeleton
+from quantforge.pipeline.convert import convert_checkpoint
 from quantforge.pipeline.describe import describe_checkpoint
 from quantforge.pipeline.examine import examine
 from quantforge.pipeline.manifest import REPORT_FILE
+from quantforge.pipeline.plan import make_plan
+from quantforge.pipeline.run import quantize
+from quantforge.recipe import Recipe
 
 SECONDS = 60  # a machine that does other things must not decide
 SPARE_BYTES = 4 << 30  # what reading some kB may take besides what is there, address space included
@@ -165,6 +171,74 @@ def rewrite_json(files: Contents, draw: Draw) -> None:
 EXAMPLES = {flip: 20, cut: 10, lose: 12, link: 10, lengthen: 8, rewrite_header: 35, rewrite_json: 35}
 """How often each is tried on each of the five exports: 650 checkpoints in all, half of them damaged a second time."""
 
+GGUF = "small.gguf"
+NUMBERS = (0, 1, 2, 3, 7, 8, 9, 31, 33, 255, 2**16, 2**31, 2**32 - 1, 2**32, 2**40, 2**62, 2**63, 2**64 - 32, 2**64 - 1)
+NAMES = (
+    b"blk.0.attn_q.weight", b"blk.0.attn_k.weight", b"blk.7.attn_q.weight", b"blk.0.ffn_up.bias", b"output.weight",
+    b"rope_freqs.weight", b"token_embd.weight", b"blk.-1.attn_v.weight", b"", b"\xff\xfe", b"x" * 64, b"a\0b", b"..",
+    b"general.alignment", b"general.architecture", b"llama.attention.head_count",
+)  # fmt: skip
+
+
+def flip_gguf(files: Contents, draw: Draw) -> None:
+    """Bytes changed anywhere in the file, its header as often as the weights."""
+    data = bytearray(gguf_bytes(files))
+    for _ in range(draw(st.integers(1, 4))):
+        end = draw(st.sampled_from((32, 512, 6000, len(data))))
+        if data:
+            data[draw(st.integers(0, min(end, len(data)) - 1))] ^= draw(st.integers(1, 255))
+    files[GGUF] = bytes(data)
+
+
+def recount(files: Contents, draw: Draw) -> None:
+    """A count, a length, a size, a type or an offset of the header replaced, most often by one that is huge."""
+    data = gguf_bytes(files)
+    places = [4, 8, 16, *range(24, 200), *(place for _, _, numbers in spots(data) for place in numbers)]
+    for _ in range(draw(st.integers(1, 3))):
+        code, place = draw(st.sampled_from(("<I", "<Q"))), draw(st.sampled_from(places))
+        raw = struct.pack(code, draw(st.sampled_from(NUMBERS)) & (2 ** (8 * struct.calcsize(code)) - 1))
+        data = data[:place] + raw + data[place + len(raw) :]
+    files[GGUF] = data
+
+
+def rename(files: Contents, draw: Draw) -> None:
+    """The name of a key or a tensor replaced by another one, of another length or of the same."""
+    data = gguf_bytes(files)
+    if found := spots(data):
+        place, name, _ = draw(st.sampled_from(found))
+        other = draw(st.sampled_from((*NAMES, *(one for _, one, _ in found))))
+        if draw(st.booleans()):
+            other = other[: len(name)].ljust(len(name), b"x")
+        data = data[:place] + struct.pack("<Q", len(other)) + other + data[place + 8 + len(name) :]
+    files[GGUF] = data
+
+
+GGUF_EXAMPLES = {flip_gguf: 40, cut: 20, lose: 10, link: 10, recount: 80, rename: 40, rewrite_json: 30}
+"""How often each is tried on a GGUF file: 230 in all, half of them damaged a second time."""
+
+
+def gguf_bytes(files: Contents) -> bytes:
+    data = files.get(GGUF)
+    return data if isinstance(data, bytes) else b"GGUF"
+
+
+def spots(data: bytes) -> list[tuple[int, bytes, list[int]]]:
+    """(place, name, places of the numbers behind it) of the keys and tensors that are where the pristine ones were."""
+    return [(place, name, numbers) for place, name, numbers in SPOTS if data[place + 8 :].startswith(name)]
+
+
+SPOTS: list[tuple[int, bytes, list[int]]] = []
+
+
+def locate(file: Path) -> Iterator[tuple[int, bytes, list[int]]]:
+    """`spots` of a whole file, by the package gguf: type and first values of a key; dims, type, offset of a tensor."""
+    reader = gguf.GGUFReader(file)
+    described = [(field.offset, field.name) for field in reader.fields.values() if field.name[:5] != "GGUF."]
+    described += [(tensor.field.offset, tensor.name) for tensor in reader.tensors]
+    for place, name in described:
+        behind = place + 8 + len(name)
+        yield place, name.encode(), [place, *range(behind, behind + 36, 4)]
+
 
 def some_file(files: Contents, draw: Draw, suffix: str = "") -> tuple[str, bytes]:
     """A file and its bytes; an empty one of a new name when there is none left of the suffix."""
@@ -255,19 +329,96 @@ def attempt(action: Callable[[], Any]) -> Any:
         return None
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and links of Linux")
+LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and links of Linux")
+
+
+@LINUX
 @pytest.mark.parametrize("name", ["gptq", "gptq-asym", "sharded", "packed", "w8a8"])
 @pytest.mark.parametrize("damage", EXAMPLES, ids=lambda damage: damage.__name__)
 def test_a_damaged_checkpoint_is_refused_or_read_as_it_was(
     name: str, damage: Damage, pristine: dict[str, tuple[Contents, dict[str, torch.Tensor]]], tmp_path: Path
 ) -> None:
     original, weights = pristine[name]
-    (tmp_path / SECRET).write_bytes(
-        bytes(original.get("model.safetensors") or original["model-00001-of-00002.safetensors"])
-    )
+    survive(original, weights, damage, EXAMPLES, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def pristine_gguf(tiny_exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GGUF export of a few kB with blocks of two types."""
+    folder = tmp_path_factory.mktemp("gguf")
+    source = shutil.copytree(tiny_exports["source"], folder / "source")
+    vocabulary = {chr(97 + index): index for index in range(26)}
+    tokenizer = {"model": {"type": "BPE", "vocab": vocabulary, "merges": []}, "pre_tokenizer": {"type": "ByteLevel"}}
+    (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    recipe = Recipe.model_validate(
+        {
+            "model": str(source), "output": str(folder / "small"), "method": "rtn", "group_size": 32,
+            "formats": ("gguf",), "rules": ({"match": "re:(q|k|v)_proj", "bits": 8},),
+        }
+    )  # fmt: skip
+    assert list(quantize(recipe, make_plan(recipe)))
+    return folder / "small"
+
+
+@LINUX
+@pytest.mark.parametrize("damage", GGUF_EXAMPLES, ids=lambda damage: damage.__name__)
+def test_a_damaged_gguf_file_is_refused_or_read_as_it_was(damage: Damage, pristine_gguf: Path, tmp_path: Path) -> None:
+    original: Contents = {file.name: file.read_bytes() for file in sorted(pristine_gguf.iterdir())}
+    source = open_any(pristine_gguf)
+    weights = {key: source.read(key) for key in source.keys()}  # noqa: SIM118
+    assert {tensor.kind for tensor in source.tensors.values()} == {"Q4_0", "Q8_0", "BF16", "F32"}
+    SPOTS[:] = locate(pristine_gguf / GGUF)
+    assert len(SPOTS) > 30 and spots(gguf_bytes(original)) == SPOTS
+    survive(original, weights, damage, GGUF_EXAMPLES, tmp_path)
+
+
+@LINUX
+@pytest.mark.parametrize("damage", [flip_gguf, recount, rename], ids=lambda damage: damage.__name__)
+def test_a_damaged_gguf_file_is_converted_as_it_is_or_refused(
+    damage: Damage, pristine_gguf: Path, tmp_path: Path
+) -> None:
+    original: Contents = {file.name: file.read_bytes() for file in sorted(pristine_gguf.iterdir())}
+    SPOTS[:] = locate(pristine_gguf / GGUF)
+    outcomes = {"refused": 0, "converted": 0}
+
+    @settings(max_examples=25, suppress_health_check=list(HealthCheck))
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        files = dict(original)
+        damage(files, data.draw)
+        for name in ("x", "out"):
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        (tmp_path / "x").mkdir()
+        write(tmp_path / "x", files)
+        signal.signal(signal.SIGALRM, too_slow)
+        signal.alarm(SECONDS)
+        try:
+            done = attempt(lambda: convert_checkpoint(tmp_path / "x", "gptq", tmp_path / "out"))
+        finally:
+            signal.alarm(0)
+        outcomes["refused" if done is None else "converted"] += 1
+        assert (tmp_path / "out").exists() == (done is not None) and not (tmp_path / "out.partial").exists()
+        if done is not None:
+            before, after = open_any(tmp_path / "x"), open_any(tmp_path / "out")
+            assert sorted(before.keys()) == sorted(after.keys())
+            for key in before.keys():  # noqa: SIM118
+                one, other = before.read(key).float(), after.read(key).float()
+                assert torch.allclose(one, other, rtol=0, atol=0, equal_nan=True), key
+
+    check()
+    assert outcomes["refused"] > 0 and sum(outcomes.values()) >= 25
+    assert outcomes["converted"] > 0 or damage is not flip_gguf
+
+
+def survive(
+    original: Contents, weights: dict[str, torch.Tensor], damage: Damage, examples: dict[Damage, int], tmp_path: Path
+) -> None:
+    """Every damaged copy is refused, or is found wrong, or holds the same weights; nothing else comes of it."""
+    weight_file = next(name for name in sorted(original) if name.endswith((".safetensors", ".gguf")))
+    (tmp_path / SECRET).write_bytes(bytes(original[weight_file]))
     counted = 0
 
-    @settings(max_examples=EXAMPLES[damage], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples[damage], suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data: st.DataObject) -> None:
         nonlocal counted
@@ -275,7 +426,7 @@ def test_a_damaged_checkpoint_is_refused_or_read_as_it_was(
         files = dict(original)
         damage(files, data.draw)
         if data.draw(st.booleans()):
-            data.draw(st.sampled_from(list(EXAMPLES)))(files, data.draw)
+            data.draw(st.sampled_from(list(examples)))(files, data.draw)
         shutil.rmtree(tmp_path / "x", ignore_errors=True)
         (tmp_path / "x").mkdir()
         write(tmp_path / "x", files)
@@ -290,11 +441,12 @@ def test_a_damaged_checkpoint_is_refused_or_read_as_it_was(
         finally:
             WATCH.on = False
             signal.alarm(0)
-        assert not [path for path in WATCH.opened if Path(path).resolve() == (tmp_path / SECRET).resolve()]
+        secret = os.path.realpath(tmp_path / SECRET)
+        assert not [path for path in WATCH.opened if os.path.realpath(path) == secret]
         if found.ok and files.get(REPORT_FILE) == original[REPORT_FILE]:
             assert source is not None
             assert set(source.keys()) == weights.keys()
             assert all(torch.equal(source.read(key), tensor) for key, tensor in weights.items())
 
     check()
-    assert counted >= EXAMPLES[damage]
+    assert counted >= examples[damage]

@@ -13,6 +13,7 @@ import torch
 from quantforge.errors import PlanError, SourceError, VerifyError
 from quantforge.formats import CheckpointFacts, SiteShape, load_format
 from quantforge.model.gguf_file import open_gguf
+from quantforge.model.packed import open_any
 from quantforge.model.source import Checkpoint, open_checkpoint
 from quantforge.pipeline.convert import convert_checkpoint
 from quantforge.pipeline.describe import describe_checkpoint
@@ -316,9 +317,24 @@ def test_conversion_gives_the_bytes_of_the_run(run: tuple[Any, Path], tmp_path: 
     assert (tmp_path / "small" / "small.gguf").read_bytes() == (out / "gguf" / "small.gguf").read_bytes()
 
 
-def test_a_gguf_file_is_no_source_of_a_conversion(run: tuple[Any, Path], tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"small\.gguf cannot be converted; start from the checkpoint that it was made"):
-        convert_checkpoint(str(run[1] / "gguf"), "gptq", str(tmp_path / "x"))
+def test_an_asymmetric_run_chooses_scales_whose_minima_are_exact(tiny_llama: Path, tmp_path: Path) -> None:
+    recipe = Recipe(
+        model=str(tiny_llama), output=str(tmp_path / "run"), method="rtn", bits=4, group_size=32, symmetric=False,
+        token_weights="none", formats=("compressed-tensors", "gguf"),
+    )  # fmt: skip
+    plan = make_plan(recipe)
+    assert {spec.exact_minima for spec in plan.specs.values()} == {True} and plan.bits_per_weight == 5.0
+    said = "scales have 7 significant bits, so that the minima -zero * scale which gguf stores in float16 are exact"
+    assert said in plan.notes
+    assert list(quantize(recipe, plan))
+    packed, blocks = open_any(tmp_path / "run" / "compressed-tensors"), open_gguf(tmp_path / "run" / "gguf")
+    sites = [key for key in blocks.keys() if blocks.is_packed(key)]  # noqa: SIM118
+    assert len(sites) == 14 and {blocks.tensors[key].kind for key in sites} == {"Q4_1"}
+    assert all(torch.equal(blocks.read(key), packed.read(key)) for key in sites)
+    convert_checkpoint(tmp_path / "run" / "compressed-tensors", "gguf", tmp_path / "gguf")
+    assert (tmp_path / "gguf" / "gguf.gguf").read_bytes() == (tmp_path / "run" / "gguf" / "run.gguf").read_bytes()
+    alone = make_plan(recipe.model_copy(update={"formats": ("gptq",), "output": str(tmp_path / "alone")}))
+    assert not any(spec.exact_minima for spec in alone.specs.values()) and said not in alone.notes
 
 
 def test_minima_that_float16_cannot_hold_refuse_a_conversion_with_sites_and_counts(
@@ -340,7 +356,7 @@ def test_minima_that_float16_cannot_hold_refuse_a_conversion_with_sites_and_coun
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"symmetric": False}, "gguf: a Q4_1 block holds its minimum -zero"),
+        ({"symmetric": False, "bits": 8}, "gguf: no block type holds 8 bits, group 64, asymmetric exactly"),
         ({"bits": 3}, "gguf: no block type holds 3 bits, group 64, symmetric exactly"),
         ({"bits": 8, "activation_bits": 8, "group_size": -1}, "--format gguf cannot hold quantized activations"),
     ],

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantforge.errors import NumericsError
-from quantforge.numerics.grid import SHRINKS, choose_codes, grid_from_range, minmax_grid, searched_grid, store_scale
+from quantforge.numerics.grid import (
+    SHRINKS,
+    choose_codes,
+    grid_from_range,
+    largest_scale,
+    minmax_grid,
+    searched_grid,
+    store_scale,
+    store_signed_scale,
+)
 from quantforge.quantized import QuantizedWeight
 from quantforge.spec import QuantSpec
 
@@ -18,7 +27,7 @@ SPECS = [
     for group_size in (8, None)
     for symmetric in (True, False)
     for scale_dtype in ("float16", "bfloat16")
-]
+] + [QuantSpec(4, group_size, False, "float16", exact_minima=True) for group_size in (8, None)]
 
 
 def rounded(weight: Tensor, spec: QuantSpec) -> QuantizedWeight:
@@ -35,7 +44,7 @@ def worst_error_in_scales(weight: Tensor, spec: QuantSpec) -> float:
 @pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
 def test_every_stored_scale_is_a_positive_finite_float16_number(scale_dtype: str) -> None:
     exponents = torch.linspace(-150, 120, 40001, dtype=torch.float64)
-    stored = store_scale(torch.exp2(exponents), scale_dtype)  # type: ignore[arg-type]
+    stored = store_scale(torch.exp2(exponents), QuantSpec(4, scale_dtype=scale_dtype))  # type: ignore[arg-type]
     assert stored.dtype == DTYPES[scale_dtype]
     assert torch.equal(stored.double(), stored.double().half().double())
     assert float(stored.min()) == 2**-24
@@ -46,13 +55,14 @@ def test_every_stored_scale_is_a_positive_finite_float16_number(scale_dtype: str
 def test_every_storable_scale_is_stored_unchanged(scale_dtype: str) -> None:
     every_half = torch.arange(1, 0x7C00, dtype=torch.int16).view(torch.float16).float()
     storable = every_half[every_half.to(DTYPES[scale_dtype]).float() == every_half]
-    assert torch.equal(store_scale(storable, scale_dtype).float(), storable)  # type: ignore[arg-type]
+    assert torch.equal(store_scale(storable, QuantSpec(4, scale_dtype=scale_dtype)).float(), storable)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
 def test_a_scale_below_or_above_the_storable_range_saturates(scale_dtype: str) -> None:
     largest = {"float16": 65504.0, "bfloat16": 65280.0}[scale_dtype]
-    stored = store_scale(torch.tensor([0.0, 1e-30, 65400.0, 1e30]), scale_dtype)  # type: ignore[arg-type]
+    spec = QuantSpec(4, scale_dtype=scale_dtype)  # type: ignore[arg-type]
+    stored = store_scale(torch.tensor([0.0, 1e-30, 65400.0, 1e30]), spec)
     assert stored[[0, 1, 3]].tolist() == [2**-24, 2**-24, largest]
     assert largest - 128 <= float(stored[2]) <= largest
 
@@ -60,7 +70,42 @@ def test_a_scale_below_or_above_the_storable_range_saturates(scale_dtype: str) -
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_scale_that_is_not_finite_is_refused(value: float) -> None:
     with pytest.raises(NumericsError, match="1 of 2 scales"):
-        store_scale(torch.tensor([1.0, value]), "float16")
+        store_scale(torch.tensor([1.0, value]), QuantSpec(4, scale_dtype="float16"))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("scale_dtype", ["float16", "bfloat16"])
+def test_exact_minima_are_float16_numbers_for_every_zero_and_scale(bits: int, scale_dtype: str) -> None:
+    spec = QuantSpec(bits, None, False, scale_dtype, exact_minima=True)  # type: ignore[arg-type]
+    every_half = torch.arange(1, 0x7C00, dtype=torch.int16).view(torch.float16).float()
+    stored = store_scale(every_half, spec)
+    minima = stored.float().unsqueeze(1) * torch.arange(2**bits)
+    assert stored.dtype == DTYPES[scale_dtype] and torch.equal(minima.half().float(), minima)
+    reached = every_half <= largest_scale(spec)
+    change = (stored.float() / every_half - 1).abs()[reached & (every_half >= 2.0**-14)]
+    assert float(change.max()) <= 2.0**-spec.scale_digits
+    assert torch.equal(store_scale(stored.float(), spec), stored)
+    turned = store_signed_scale(-every_half, spec)
+    assert torch.equal(turned, -stored)
+
+
+def test_the_largest_scale_of_exact_minima_leaves_room_for_the_largest_zero() -> None:
+    spec = QuantSpec(4, None, symmetric=False, scale_dtype="float16", exact_minima=True)
+    assert (spec.scale_digits, largest_scale(spec)) == (7, 4352.0)
+    assert 15 * 4352 <= 65504 < 15 * (4352 + 64)
+    weight = torch.tensor([[0.0, 15 * 4352.0]])
+    assert float(minmax_grid(weight, spec)[0]) == 4352
+    with pytest.raises(NumericsError, match=r"4-bit grid with float16 scales reaches 6\.528e\+04"):
+        minmax_grid(weight * 1.05, spec)
+
+
+def test_a_rounded_scale_that_would_be_too_short_takes_the_next_one_of_so_many_digits() -> None:
+    spec = QuantSpec(8, None, symmetric=False, scale_dtype="float16", exact_minima=True)
+    assert spec.scale_digits == 3
+    scale, _ = minmax_grid(torch.tensor([[0.0, 255 * 4.4], [0.0, 255 * 4.0], [0.0, 255 * 7.4]]), spec)
+    assert scale.tolist() == [[5.0], [4.0], [8.0]]  # nearest are 4, 4 and 7
+    symmetric = QuantSpec(4, None, scale_dtype="float16", exact_minima=True)
+    assert symmetric.scale_digits == 11 and float(store_scale(torch.tensor(1 + 2.0**-10), symmetric)) == 1 + 2.0**-10
 
 
 def test_symmetric_scale_is_twice_the_largest_magnitude_over_the_code_range() -> None:

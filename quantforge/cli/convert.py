@@ -6,11 +6,16 @@ from typer import Argument, Option
 
 
 def convert(
-    checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="Quantized checkpoint.", show_default=False)],
+    checkpoint: Annotated[
+        str, Argument(metavar="CHECKPOINT", help="Quantized checkpoint, or a GGUF file.", show_default=False)
+    ],
     format: Annotated[
         str, Option("--format", help="compressed-tensors, gptq, gptq-v2, awq or gguf.", show_default=False)
     ],
     output: Annotated[str | None, Option("--output", "-o", help="Directory. [CHECKPOINT-FORMAT]")] = None,
+    config: Annotated[
+        str | None, Option(help="Directory of config.json and tokenizer, for a GGUF file without.", show_default=False)
+    ] = None,
     max_shard_size: Annotated[str, Option(help="Largest file, such as 500MB.")] = "5GB",
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the checkpoint.")] = False,
     allow_pickle: Annotated[bool, Option("--allow-pickle", help="Read weights stored as pickles (.bin).")] = False,
@@ -26,6 +31,7 @@ def convert(
     Examples:
       quantforge convert ./model-gptq --format awq
       quantforge convert ./model-awq --format compressed-tensors -o ./model-ct --json
+      quantforge convert ./model.Q8_0.gguf --config ./model --format gptq
     """
     from quantforge.cli.ui import Ui
     from quantforge.pipeline.convert import convert_checkpoint
@@ -36,6 +42,7 @@ def convert(
             checkpoint,
             format,
             output,
+            config=config,
             max_shard_size=max_shard_size,
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,

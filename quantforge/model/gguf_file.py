@@ -1,6 +1,6 @@
 """A directory with a GGUF file, seen as a float checkpoint under the names of transformers.
 
-Written from llama.cpp's conventions and read with the package ``gguf``; shares no code with `formats/gguf`.
+Written from llama.cpp's conventions, dequantized by the package ``gguf``; shares no code with `formats/gguf`.
 """
 
 import re
@@ -14,6 +14,7 @@ import torch
 
 from quantforge.errors import SourceError
 from quantforge.extras import need
+from quantforge.model.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from quantforge.model.shards import opened
 from quantforge.model.source import read_config
 
@@ -41,34 +42,23 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
-@dataclass(frozen=True, eq=False)
-class GgufTensor:
-    """One tensor: `kind` is its type in the file (``F32``, ``Q4_0``, ...), `shape` that of its weights."""
-
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    total_bytes: int
-    stored: Any = field(repr=False)
-
-
 @dataclass(frozen=True)
 class GgufCheckpoint:
     """Implements `source.TensorSource`. Build it with `open_gguf`.
 
     Attributes:
-        path: the directory.
+        path: the directory of config.json.
         config: config.json beside the file.
         file: the GGUF file.
         tensors: by checkpoint key, in the order of the file.
-        reader: the ``gguf.GGUFReader``; the file is mapped, not loaded.
+        header: what the file says of itself.
     """
 
     path: Path
     config: dict[str, Any]
     file: Path
     tensors: dict[str, GgufTensor]
-    reader: Any = field(repr=False)
+    header: GgufHeader = field(repr=False)
 
     def keys(self) -> list[str]:
         return list(self.tensors)
@@ -82,18 +72,48 @@ class GgufCheckpoint:
         return sum(tensor.total_bytes for tensor in self.tensors.values())
 
     def read(self, key: str) -> torch.Tensor:
-        """A tensor in its stored dtype; blocks become float32 [out, in]. Rows are in the order of transformers."""
-        tensor = self.tensors[key]
+        """A tensor in its stored dtype; blocks become float32 [out, in]. Rows are in the order of transformers.
+
+        Raises SourceError when the file ends early, or for blocks that the package gguf cannot dequantize.
+        """
+        return self._turned_back(self.tensors[key], self.values(self.tensors[key]))
+
+    def values(self, tensor: GgufTensor) -> torch.Tensor:
+        """What `read` gives, of any tensor of the file, rows in the file's order."""
+        raw = self._bytes(tensor)
         if tensor.kind in FLOATS:
-            raw = torch.from_numpy(np.array(tensor.stored).view(np.uint8).reshape(-1))
-            values = raw.view(FLOATS[tensor.kind]).reshape(tensor.shape)
-        else:
-            gguf = need("gguf", "reading a GGUF file")
-            values = torch.from_numpy(gguf.quants.dequantize(tensor.stored, gguf.GGMLQuantizationType[tensor.kind]))
+            return raw.view(FLOATS[tensor.kind]).reshape(tensor.shape)
+        gguf = need("gguf", "reading a GGUF file")
+        try:
+            with np.errstate(all="ignore"):  # what is not finite is for those who look
+                values = gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[tensor.kind])
+        except NotImplementedError as error:
+            raise SourceError(f"{self.file}: {tensor.name} has the type {tensor.kind}: {error}") from error
+        return torch.from_numpy(values)
+
+    def rows(self, key: str) -> torch.Tensor:
+        """The blocks of a matrix, uint8 [out, bytes of a row], rows in the order of transformers."""
+        return self._turned_back(self.tensors[key], self._bytes(self.tensors[key]))
+
+    def _bytes(self, tensor: GgufTensor) -> torch.Tensor:
+        """uint8 [..., bytes of a row]."""
+        buffer = torch.empty(tensor.total_bytes, dtype=torch.uint8)
+        with opened(self.file) as handle:
+            handle.seek(tensor.start)
+            got = handle.readinto(buffer.numpy().data)
+        if got != tensor.total_bytes:
+            raise SourceError(f"{self.file}: {tensor.name} ends after {got} of {tensor.total_bytes} bytes")
+        return buffer.reshape(*tensor.shape[:-1], -1)
+
+    def _turned_back(self, tensor: GgufTensor, values: torch.Tensor) -> torch.Tensor:
+        """Rows of q and k with rotary halves apart again, where the architecture has them as neighbors."""
         module = tensor.name.split(".")[-2]
         if self.architecture not in TURNED or module not in ("attn_q", "attn_k"):
             return values
-        heads = self.field(f"{self.architecture}.attention.head_count" + "_kv" * (module == "attn_k"))
+        key = f"{self.architecture}.attention.head_count" + "_kv" * (module == "attn_k")
+        heads = self.field(key)
+        if type(heads) is not int or heads < 1 or len(values) % (2 * heads):
+            raise SourceError(f"{self.file}: {key} is {str(heads)[:80]}, {tensor.name} has {len(values)} rows")
         pairs = values.reshape(heads, -1, 2, *values.shape[1:])  # [heads, size / 2, 2, ...]
         return pairs.transpose(1, 2).reshape(values.shape)
 
@@ -104,10 +124,9 @@ class GgufCheckpoint:
 
     def field(self, key: str) -> Any:
         """One value of the file's metadata; SourceError when it is not there."""
-        found = self.reader.get_field(key)
-        if found is None:
+        if key not in self.header.metadata:
             raise SourceError(f"{self.file} does not say {key}")
-        return found.contents()
+        return self.header.metadata[key]
 
 
 def gguf_files(path: Path) -> list[Path]:
@@ -115,35 +134,29 @@ def gguf_files(path: Path) -> list[Path]:
     return sorted(path.glob("*.gguf")) if path.is_dir() else []
 
 
-def open_gguf(path: Path) -> GgufCheckpoint:
-    """Open a directory that holds one GGUF file and config.json.
+def open_gguf(path: Path, config: Path | None = None) -> GgufCheckpoint:
+    """Open a GGUF file, or a directory that holds one; `config` is the directory of config.json, where it is another.
 
     Raises SourceError for several files, a damaged one, and one with tensors of an architecture not known here.
     """
-    gguf = need("gguf", "reading a GGUF file")
-    files = gguf_files(path)
+    files = [path] if path.is_file() else gguf_files(path)
     if len(files) != 1:
         raise SourceError(f"{path} holds {len(files)} GGUF files, not one: {', '.join(file.name for file in files)}")
-    with opened(files[0]):
-        pass  # refuses what may not be read
-    try:
-        reader = gguf.GGUFReader(files[0])
-    except (OSError, ValueError, KeyError, IndexError, OverflowError, MemoryError) as error:
-        raise SourceError(f"{files[0]} is truncated or no GGUF file: {error}") from error
+    header = read_gguf_header(files[0])
     tensors: dict[str, GgufTensor] = {}
     unknown = []
-    for stored in reader.tensors:
-        match = _NAME.fullmatch(stored.name)
-        if stored.name in NO_PARAMETER:
+    for tensor in header.tensors:
+        match = _NAME.fullmatch(tensor.name)
+        if tensor.name in NO_PARAMETER:
             continue
         if match is None or match[2] not in MODULES:
-            unknown.append(stored.name)
+            unknown.append(tensor.name)
             continue
+        if tensor.kind not in FLOATS and len(tensor.shape) != 2:
+            raise SourceError(f"{files[0]}: {tensor.name} is {tensor.kind} and no matrix: {list(tensor.shape)}")
         prefix = "" if match[1] is None else f"model.layers.{match[1]}."
-        shape = tuple(int(size) for size in reversed(stored.shape.tolist()))
-        tensors[f"{prefix}{MODULES[match[2]]}.{match[3]}"] = GgufTensor(
-            stored.name, stored.tensor_type.name, shape, int(stored.n_bytes), stored.data
-        )
+        tensors[f"{prefix}{MODULES[match[2]]}.{match[3]}"] = tensor
     if unknown:
         raise SourceError(f"{files[0]} holds {len(unknown)} tensors of unknown names: {', '.join(unknown[:3])}")
-    return GgufCheckpoint(path, read_config(path), files[0], tensors, reader)
+    directory = config or files[0].parent
+    return GgufCheckpoint(directory, read_config(directory), files[0], tensors, header)

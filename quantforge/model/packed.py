@@ -4,16 +4,38 @@ Any checkpoint with a reader in `quantforge.readers` works, ours or another tool
 read, never a float copy.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
 from quantforge.errors import SourceError
 from quantforge.model.gguf_file import gguf_files, open_gguf
+from quantforge.model.shards import TensorInfo
 from quantforge.model.source import Checkpoint, TensorSource, open_checkpoint, resolve_model
 from quantforge.readers import DecodedWeight, Reader, Scheme, load_reader
+
+
+class Copied(TensorSource, Protocol):
+    """What another checkpoint is written from: tensors as they are stored, `tensors` describing each."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+    def copy_bytes(self, key: str, target: BinaryIO) -> None: ...
+
+
+class PackedSource(TensorSource, Protocol):
+    """A quantized checkpoint; implemented by `PackedCheckpoint` and by `gguf_sites.GgufSites`."""
+
+    @property
+    def checkpoint(self) -> Copied: ...
+    @property
+    def sites(self) -> dict[str, dict[str, str]]: ...
+    @property
+    def schemes(self) -> dict[str, Scheme]: ...
+    def decode(self, site: str) -> DecodedWeight: ...
 
 
 @dataclass(frozen=True)

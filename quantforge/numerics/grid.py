@@ -4,13 +4,15 @@ The scale is rounded to its stored dtype first; zeros and codes are then chosen 
 is what a file holds. A grid rule is a choice of ranges: it hands ``low`` and ``high`` per group to `grid_from_range`.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from quantforge.errors import NumericsError
 from quantforge.numerics.metrics import all_finite
 from quantforge.quantized import SCALE_DTYPES, QuantizedWeight
-from quantforge.spec import QuantSpec, ScaleDtype
+from quantforge.spec import QuantSpec
 
 SMALLEST_SCALE = 2.0**-24
 """Smallest positive float16, exact in bfloat16 too."""
@@ -28,28 +30,47 @@ SEARCH_ELEMENTS = 1 << 16
 """Weights searched at a time, so that the temporaries stay in cache."""
 
 
-def store_scale(scale: Tensor, scale_dtype: ScaleDtype) -> Tensor:
-    """Round `scale` to its stored dtype, saturating at the ends; the result is positive, finite and a float16 number.
+def store_scale(scale: Tensor, spec: QuantSpec) -> Tensor:
+    """Round `scale` to the stored dtype of `spec`, saturating at the ends: positive, finite and a float16 number.
 
-    A bfloat16 scale is rounded to float16 on the way: fewer significant bits of a float16 number are still one.
+    A bfloat16 scale is rounded to float16 on the way: fewer significant bits of a float16 number are still one. Where
+    the spec wants exact minima, its code_max times a scale is a float16 number as well.
     Raises NumericsError when a scale is not finite.
     """
     if not all_finite(scale):
         raise NumericsError(f"{int((~torch.isfinite(scale)).sum())} of {scale.numel()} scales are not finite")
-    half = scale.clamp(SMALLEST_SCALE, LARGEST_SCALE[scale_dtype]).to(torch.float16)
-    return half.to(SCALE_DTYPES[scale_dtype])
+    scale = scale.clamp(SMALLEST_SCALE, largest_scale(spec))
+    if _rounds_further(spec):
+        mantissa, exponent = torch.frexp(scale)  # in [0.5, 1)
+        whole = (mantissa * 2.0**spec.scale_digits).round()
+        scale = torch.ldexp(whole, exponent - spec.scale_digits)
+    return scale.to(torch.float16).to(SCALE_DTYPES[spec.scale_dtype])
 
 
-def store_signed_scale(scale: Tensor, scale_dtype: ScaleDtype) -> Tensor:
+def store_signed_scale(scale: Tensor, spec: QuantSpec) -> Tensor:
     """`store_scale` of a turned grid's scale too: its magnitude is rounded, its sign kept."""
-    return store_scale(scale.abs(), scale_dtype) * scale.sign().to(SCALE_DTYPES[scale_dtype])
+    return store_scale(scale.abs(), spec) * scale.sign().to(SCALE_DTYPES[spec.scale_dtype])
 
 
-def _next_scale(stored: Tensor, scale_dtype: ScaleDtype) -> Tensor:
+def largest_scale(spec: QuantSpec) -> float:
+    """The largest scale that can be stored."""
+    if not _rounds_further(spec):
+        return LARGEST_SCALE[spec.scale_dtype]
+    mantissa, exponent = math.frexp(LARGEST_SCALE["float16"] / spec.code_max)
+    return math.ldexp(math.floor(math.ldexp(mantissa, spec.scale_digits)), exponent - spec.scale_digits)
+
+
+def _rounds_further(spec: QuantSpec) -> bool:
+    """Whether scales have fewer significant bits than their dtype."""
+    return spec.exact_minima and not spec.symmetric
+
+
+def _next_scale(stored: Tensor, spec: QuantSpec) -> Tensor:
     """The next larger storable scale (the largest one stays)."""
-    larger = (stored.view(torch.int16) + 1).view(stored.dtype).to(torch.float32)
-    larger = torch.maximum(larger, stored.to(torch.float32) + SMALLEST_SCALE)  # float16 subnormals are this far apart
-    return store_scale(larger.clamp(max=LARGEST_SCALE[scale_dtype]), scale_dtype)
+    present = stored.to(torch.float32)
+    step = torch.ldexp(torch.ones_like(present), torch.frexp(present).exponent - spec.scale_digits)
+    larger = present + step.clamp(min=SMALLEST_SCALE)  # float16 subnormals are this far apart
+    return store_scale(larger.clamp(max=largest_scale(spec)), spec)
 
 
 def grid_from_range(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
@@ -69,15 +90,15 @@ def grid_from_range(low: Tensor, high: Tensor, spec: QuantSpec) -> tuple[Tensor,
     """
     low, high = low.clamp(max=0), high.clamp(min=0)
     span = 2 * torch.maximum(high, -low) if spec.symmetric else high - low
-    scale = store_scale(span / spec.code_max, spec.scale_dtype)
+    scale = store_scale(span / spec.code_max, spec)
     too_short = span / scale.to(span.dtype) > spec.code_max + 0.5
-    scale = torch.where(too_short, _next_scale(scale, spec.scale_dtype), scale)
+    scale = torch.where(too_short, _next_scale(scale, spec), scale)
     scale = scale.masked_fill(span == 0, 1.0)
     unstored = span / scale.to(span.dtype) > spec.code_max + 0.5
     if bool(unstored.any()):
         raise NumericsError(
             f"{int(unstored.sum())} groups span up to {float(span.max()):.4g}; a {spec.bits}-bit grid with "
-            f"{spec.scale_dtype} scales reaches {spec.code_max * LARGEST_SCALE[spec.scale_dtype]:.4g}"
+            f"{spec.scale_dtype} scales reaches {spec.code_max * largest_scale(spec):.4g}"
         )
     if spec.symmetric:
         return scale, torch.full_like(scale, spec.symmetric_zero, dtype=torch.uint8)

@@ -44,7 +44,7 @@ def refit_scales(weight: Tensor, start: QuantizedWeight, gram: Tensor) -> Quanti
     diagonal += RIDGE * diagonal.mean(dim=1, keepdim=True) + torch.finfo(weight.dtype).tiny
     change = torch.linalg.solve(system, slope.unsqueeze(-1)).squeeze(-1) / present  # relative
     fitted = torch.where(change.abs() <= LARGEST_CHANGE, present * (1 + change), present)
-    stored = store_signed_scale(fitted, spec.scale_dtype)
+    stored = store_signed_scale(fitted, spec)
     after = QuantizedWeight(spec, start.codes, stored, start.zero)
     better = proxy_loss(weight, after.dequantize(), gram) < proxy_loss(weight, start.dequantize(), gram)
     return QuantizedWeight(spec, start.codes, torch.where(better.unsqueeze(1), stored, start.scale), start.zero)

@@ -9,7 +9,7 @@ import torch
 from quantforge.errors import SourceError
 from quantforge.formats import CheckpointFacts, SiteShape
 from quantforge.model.activations import activation_spec
-from quantforge.model.packed import PackedCheckpoint, quantization_config
+from quantforge.model.packed import Copied, PackedSource, quantization_config
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.plan import scale_dtype_of
 from quantforge.quantized import SCALE_DTYPES, QuantizedWeight
@@ -57,11 +57,11 @@ class Carried:
         notes: what deserves to be said.
     """
 
-    def __init__(self, packed: PackedCheckpoint, *, trust_remote_code: bool, progress: Progress) -> None:
+    def __init__(self, packed: PackedSource, *, trust_remote_code: bool, progress: Progress) -> None:
         model = StreamedModel(packed, trust_remote_code=trust_remote_code)
         self._packed, self._progress = packed, progress
         self._layout = model.layout
-        self.source = packed.checkpoint
+        self.source: Copied = packed.checkpoint
         self.config: Mapping[str, Any] = without_quantization(packed.config)
         self.packed = {key: name for name, parts in packed.sites.items() for key in parts.values()}
         self.changed: frozenset[str] = frozenset()
@@ -72,7 +72,7 @@ class Carried:
         self.shapes = self._shapes()
         self.specs: Mapping[str, QuantSpec] = {
             name: QuantSpec(scheme.bits, scheme.group_size, scheme.symmetric)
-            for name, scheme in packed.schemes.items()
+            for name, scheme in ((name, packed.schemes[name]) for name in self.shapes)
             if scheme.bits in get_args(Bits)
         }
         self.notes = [f"{key} repeats the tensor it is tied to and is written once" for key in model.duplicates]
@@ -98,15 +98,12 @@ class Carried:
         self.activations = next(iter(found))
 
     def _shapes(self) -> dict[str, SiteShape]:
-        """From the model; a site outside of its decoder layers (an output head) is read to learn its own."""
-        known = {site.name: site.shape for site in self._layout.sites}
-        shapes = {}
-        for name in self._packed.sites:
-            if name in known:
-                shapes[name] = known[name]
-            else:
-                out_features, in_features = self._packed.decode(name).codes.shape
-                shapes[name] = SiteShape(name, out_features, in_features)
+        """In the model's order; a site outside of its decoder layers (an output head) is read to learn its own."""
+        sites = self._packed.sites
+        shapes = {site.name: site.shape for site in self._layout.sites if site.name in sites}
+        for name in [name for name in sites if name not in shapes]:
+            out_features, in_features = self._packed.decode(name).codes.shape
+            shapes[name] = SiteShape(name, out_features, in_features)
         return shapes
 
     def survey(self) -> Survey:
@@ -189,7 +186,7 @@ def _regular(spec: QuantSpec, in_features: int) -> torch.Tensor:
     return torch.arange(in_features) // (spec.group_size or in_features)
 
 
-def _beyond(packed: PackedCheckpoint) -> list[str]:
+def _beyond(packed: PackedSource) -> list[str]:
     config = quantization_config(packed.checkpoint) or {}
     asked = {key: config[key] for key in BEYOND if config.get(key) and config[key] not in NOTHING}
     problems = [

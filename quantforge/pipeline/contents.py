@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from quantforge.formats import SiteShape
-from quantforge.model.source import Checkpoint
+from quantforge.model.packed import Copied
 from quantforge.quantized import QuantizedWeight
 from quantforge.readers import DecodedWeight
 from quantforge.spec import ActivationSpec, QuantSpec
@@ -27,7 +27,7 @@ class Contents(Protocol):
     """
 
     @property
-    def source(self) -> Checkpoint: ...
+    def source(self) -> Copied: ...
     @property
     def config(self) -> Mapping[str, Any]: ...
     @property

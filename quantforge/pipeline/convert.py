@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from quantforge import __version__
-from quantforge.errors import PlanError, WorkspaceError
+from quantforge.errors import PlanError, UsageError, WorkspaceError
 from quantforge.formats import NAMED_SITES, Format, format_names, load_format
-from quantforge.model.gguf_file import GgufCheckpoint
-from quantforge.model.packed import PackedCheckpoint, open_any, quantization_config
+from quantforge.model.gguf_sites import GgufSites
+from quantforge.model.packed import PackedCheckpoint, PackedSource, open_any, quantization_config
 from quantforge.pipeline.carried import Carried, Progress, Survey
 from quantforge.pipeline.files import disk_errors
+from quantforge.pipeline.gguf_source import is_gguf, open_gguf_sites
 from quantforge.pipeline.manifest import FILES_KEY, REPORT_FILE, file_hashes
 from quantforge.pipeline.verify import verify_checkpoint
 from quantforge.pipeline.workspace import Workspace, work_directory
@@ -59,6 +60,7 @@ def convert_checkpoint(
     format: str,
     output: str | Path | None = None,
     *,
+    config: str | Path | None = None,
     max_shard_size: str | int = DEFAULT_SHARD,
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
@@ -67,9 +69,10 @@ def convert_checkpoint(
     """Write a quantized checkpoint in another format with exactly the same weights, and verify it.
 
     Args:
-        checkpoint: any that `quantforge.readers` can read, ours or another tool's.
+        checkpoint: any that `quantforge.readers` can read, ours or another tool's, or a GGUF file or its directory.
         format: the name of a format.
         output: a directory that does not exist yet; ``<checkpoint>-<format>`` here when None.
+        config: of a GGUF file, the directory with its config.json and tokenizer, where that is not its own.
         max_shard_size: largest file.
         progress: called with (what, done, total).
 
@@ -81,21 +84,17 @@ def convert_checkpoint(
         VerifyError: the result does not read back. In all cases nothing is left behind.
     """
     chosen, shard_bytes = load_format(format), parse_size(max_shard_size)
-    packed = open_any(checkpoint, allow_pickle=allow_pickle)
-    if isinstance(packed, GgufCheckpoint):
-        raise PlanError([f"{packed.file} cannot be converted; start from the checkpoint that it was made from"])
-    if not isinstance(packed, PackedCheckpoint):
-        raise PlanError([f"{packed.path} is not quantized, so there is nothing to convert; see quantforge quantize"])
-    target = Path(output or f"{packed.path.resolve().name}-{format}")
+    target = Path(output or f"{Path(checkpoint).resolve().name.removesuffix('.gguf')}-{format}")
     if os.path.lexists(target):
         raise WorkspaceError(f"{target} already exists; choose another --output or remove it")
+    packed = _open(Path(checkpoint), None if config is None else Path(config), allow_pickle, progress)
     contents = Carried(packed, trust_remote_code=trust_remote_code, progress=progress)
     _require(chosen, contents, lambda other: _problems_of_headers(other, contents))
     survey = contents.survey()
     _require(chosen, contents, lambda other: _problems_of_headers(other, contents) + _problems_of_values(other, survey))
     contents.settle(survey, chosen.scale_dtype)
     work = work_directory(target)
-    asked = {"quantforge": __version__, "convert": str(packed.path.resolve()), "format": format}
+    asked = {"quantforge": __version__, "convert": str(_origin(contents).resolve()), "format": format}
     with disk_errors(work, kept=False), Workspace.open(work, asked) as workspace:
         try:
             staged = workspace.fresh_output()
@@ -106,6 +105,22 @@ def convert_checkpoint(
     return conversion
 
 
+def _open(checkpoint: Path, config: Path | None, allow_pickle: bool, progress: Progress) -> PackedSource:
+    if is_gguf(checkpoint):
+        return open_gguf_sites(checkpoint, config, progress)
+    if config is not None:
+        raise UsageError(f"--config is for GGUF files; {checkpoint} is none and has its own config.json")
+    packed = open_any(checkpoint, allow_pickle=allow_pickle)
+    if not isinstance(packed, PackedCheckpoint):
+        raise PlanError([f"{packed.path} is not quantized, so there is nothing to convert; see quantforge quantize"])
+    return packed
+
+
+def _origin(contents: Carried) -> Path:
+    """The directory or the GGUF file that holds the weights."""
+    return contents.source.file.file if isinstance(contents.source, GgufSites) else contents.source.path
+
+
 def _require(chosen: Format, contents: Carried, problems_of: Callable[[Format], list[str]]) -> None:
     """PlanError with every problem, and the formats that have none."""
     problems = problems_of(chosen)
@@ -113,7 +128,7 @@ def _require(chosen: Format, contents: Carried, problems_of: Callable[[Format], 
         return
     others = [name for name in format_names() if not problems_of(load_format(name))]
     advice = [f"no such problem with --format {', '.join(others)}"] if others else []
-    raise PlanError([f"{contents.source.path} cannot be converted to {chosen.name} exactly:", *problems, *advice])
+    raise PlanError([f"{_origin(contents)} cannot be converted to {chosen.name} exactly:", *problems, *advice])
 
 
 def _problems_of_headers(chosen: Format, contents: Carried) -> list[str]:
@@ -174,7 +189,7 @@ def _write(
     """Write and verify; `target` is the name it will have."""
     facts = contents.facts(survey)
     skipped = write_checkpoint(staged, contents, chosen, facts, shard_bytes, target.name)
-    source_format = str((quantization_config(contents.source) or {}).get("quant_method"))
+    source_format = str((quantization_config(contents.source) or {}).get("quant_method", "gguf"))
     report = _report(contents, source_format, chosen.name)
     write_json(staged / REPORT_FILE, {**report, FILES_KEY: file_hashes(staged)})
     tensors = verify_checkpoint(staged, contents)
@@ -182,7 +197,7 @@ def _write(
     if skipped:
         notes.append(f"not copied from the source: {', '.join(skipped)}")
     return Conversion(
-        source=str(contents.source.path),
+        source=str(_origin(contents)),
         output=str(target),
         source_format=source_format,
         format=chosen.name,
@@ -201,7 +216,9 @@ def _report(contents: Carried, source_format: str, format: str) -> dict[str, Any
     Without the run's fingerprint: the output is no longer that run's own.
     """
     try:
-        known = json.loads((contents.source.path / REPORT_FILE).read_text(encoding="utf-8"))
+        origin = _origin(contents)
+        directory = origin.parent if origin.is_file() else origin
+        known = json.loads((directory / REPORT_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         known = {}
     known = {key: value for key, value in known.items() if key != "fingerprint"} if isinstance(known, dict) else {}

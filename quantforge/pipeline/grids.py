@@ -3,7 +3,7 @@
 import fnmatch
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,9 +43,17 @@ class _Wanted(NamedTuple):
 
 
 def choose_grids(
-    recipe: Recipe, layout: ModelLayout, scale_dtype: ScaleDtype, problems: list[str], notes: list[str]
+    recipe: Recipe,
+    layout: ModelLayout,
+    scale_dtype: ScaleDtype,
+    problems: list[str],
+    notes: list[str],
+    minima: Collection[str] = (),
 ) -> Grids:
-    """Apply `ignore` and `rules`, choose or check the group size of each grid; what is wrong is added to `problems`."""
+    """Apply `ignore` and `rules`, choose or check the group size of each grid; what is wrong is added to `problems`.
+
+    `minima` names the formats that store minima of asymmetric grids, which those then have exact (see `QuantSpec`).
+    """
     ignored = _apply_ignore(layout, recipe.ignore, problems)
     ruled = _apply_rules([site for site in layout.sites if site.name not in ignored], recipe.rules, problems, notes)
     left: list[tuple[LinearSite, str]] = []
@@ -68,7 +76,13 @@ def choose_grids(
     for want, sites in wanted.items():
         where = f"at {want.bits} bits, {'symmetric' if want.symmetric else 'asymmetric'}: " if several else ""
         group_size = _choose_group_size(want.group_size, sites, where, problems, notes) if sites else None
-        chosen[want] = QuantSpec(want.bits, group_size, want.symmetric, scale_dtype)
+        exact_minima = bool(minima) and not want.symmetric
+        chosen[want] = QuantSpec(want.bits, group_size, want.symmetric, scale_dtype, exact_minima)
+        if exact_minima and sites:
+            notes.append(
+                f"{where}scales have {chosen[want].scale_digits} significant bits, so that the minima -zero * scale "
+                f"which {', '.join(minima)} stores in float16 are exact"
+            )
         by_site |= {site.name: chosen[want] for site in sites}
     kept = tuple(site for site in layout.sites if site.name in by_site)
     specs = {site.name: by_site[site.name] for site in kept}

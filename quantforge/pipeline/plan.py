@@ -16,7 +16,7 @@ from quantforge.model.outline import is_outline
 from quantforge.model.packed import quantization_config
 from quantforge.model.shards import DTYPES
 from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
-from quantforge.model.source import Checkpoint, config_dtype, open_checkpoint
+from quantforge.model.source import Checkpoint, TensorSource, config_dtype, open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.budget import Unit, plan_units
 from quantforge.pipeline.disk import plan_weighing
@@ -216,7 +216,8 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
 
     problems = list(_misfits(streamed, checkpoint))
     notes: list[str] = []
-    grids = choose_grids(recipe, layout, _choose_scale_dtype(recipe, checkpoint), problems, notes)
+    minima = [target.name for target in formats if target.minima]
+    grids = choose_grids(recipe, layout, _choose_scale_dtype(recipe, checkpoint), problems, notes, minima)
     activations = None if recipe.activation_bits is None else ActivationSpec(recipe.activation_bits)
     if activations is not None:
         unfit = [target.name for target in formats if not target.activations]
@@ -323,11 +324,6 @@ def _container_problems(formats: Iterable[Format], checkpoint: Checkpoint, grids
         if target.container is not None:
             found = target.container.problems(checkpoint, names, [f"{name}.weight" for name in names])
             yield from (f"{target.name}: {problem}" for problem in found)
-        if target.name == "gguf" and not all(spec.symmetric for spec in grids.specs.values()):
-            yield (
-                "gguf: a Q4_1 block holds its minimum -zero * scale in float16, where those of a run are hardly ever "
-                "exact; use symmetric grids"
-            )
 
 
 def _untunable(activations: ActivationSpec | None) -> Iterator[str]:
@@ -366,7 +362,7 @@ def _choose_scale_dtype(recipe: Recipe, checkpoint: Checkpoint) -> ScaleDtype:
     return scale_dtype_of(checkpoint) if recipe.scale_dtype == "auto" else recipe.scale_dtype
 
 
-def scale_dtype_of(checkpoint: Checkpoint) -> ScaleDtype:
+def scale_dtype_of(checkpoint: TensorSource) -> ScaleDtype:
     """The model's own 16-bit dtype; float32 models are served in float16, so float16 for them."""
     return "bfloat16" if config_dtype(checkpoint.config) == "bfloat16" else "float16"
 

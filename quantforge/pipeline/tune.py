@@ -115,7 +115,7 @@ class _Student:
         for name, weight in self.weights.items():
             factor = self.factors[name].detach().cpu()
             exact = weight.scale.to(torch.float32) * torch.where(factor > 0, factor, 1.0)
-            tuned[name] = store_signed_scale(exact, weight.spec.scale_dtype)
+            tuned[name] = store_signed_scale(exact, weight.spec)
         return tuned
 
     def tuned_gains(self, checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -12,8 +12,8 @@ import torch
 
 from quantforge.errors import SourceError, WorkspaceError
 from quantforge.formats import CheckpointFacts, Format
+from quantforge.model.packed import Copied
 from quantforge.model.shards import DTYPE_NAMES, DTYPES, INDEX_FILE, SINGLE_FILE
-from quantforge.model.source import Checkpoint
 from quantforge.pipeline.contents import Contents
 from quantforge.pipeline.files import durable, sync_directory, sync_file
 from quantforge.spec import QuantSpec
@@ -205,7 +205,7 @@ def _copy_side_files(source: Path, directory: Path, files: list[Path]) -> None:
             shutil.copyfileobj(original, copy)
 
 
-def _side_files(checkpoint: Checkpoint, output: Path) -> tuple[list[Path], tuple[str, ...]]:
+def _side_files(checkpoint: Copied, output: Path) -> tuple[list[Path], tuple[str, ...]]:
     """(files to copy, names of what is left behind and may be missed); `output` may lie in the source's directory."""
     own = {info.file for info in checkpoint.tensors.values()} | REPLACED_FILES | SOURCES_OWN
     found: list[Path] = []

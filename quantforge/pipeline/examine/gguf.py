@@ -7,7 +7,7 @@ import torch
 
 from quantforge.errors import SourceError
 from quantforge.model.gguf_file import GgufCheckpoint, gguf_files, open_gguf
-from quantforge.pipeline.examine.findings import Finding, error
+from quantforge.pipeline.examine.findings import Finding, error, refused
 
 
 def open_gguf_of(path: Path, findings: list[Finding]) -> GgufCheckpoint | None:
@@ -25,6 +25,10 @@ def open_gguf_of(path: Path, findings: list[Finding]) -> GgufCheckpoint | None:
 def check_values(source: GgufCheckpoint) -> Iterator[Finding]:
     """Tensors with values that are no numbers, as the package ``gguf`` dequantizes them."""
     for key in source.keys():  # noqa: SIM118  (not a dict)
-        values = source.read(key)
+        try:
+            values = source.read(key)
+        except SourceError as fault:
+            yield refused(fault, key)
+            continue
         if bad := int((~torch.isfinite(values)).sum()):
             yield error("not-finite", key, f"{key}: {bad} of {values.numel()} values are NaN or infinite")
