@@ -65,8 +65,24 @@ def cache_bytes(caches: list[LayerCache], context: int, batch: int, bits: int) -
     return sum(cache.bytes_for(context, batch, bits) for cache in caches)
 
 
+def caching_layers(config: Any) -> list[int]:
+    """Which layers keep keys and values of their own; none when it is a latent that they keep."""
+    attention = (FULL, *WINDOWED)
+    return [] if is_latent(config) else [i for i, kind in enumerate(_every_kind(config)) if kind in attention]
+
+
+def is_latent(config: Any) -> bool:
+    """Whether attention keeps a compressed latent."""
+    return _number(config, "kv_lora_rank") > 0
+
+
 def _kinds(config: Any) -> Iterator[str]:
     """The kind of each layer that keeps a cache of its own, as transformers names it."""
+    return (kind for kind in _every_kind(config) if kind not in WITHOUT)
+
+
+def _every_kind(config: Any) -> Iterator[str]:
+    """The kind of each layer, without the last ones where these read the caches of layers before them."""
     count = _number(config, "num_hidden_layers")
     listed = next((list(v) for key in ("layer_types", "layers_block_type") if (v := getattr(config, key, None))), None)
     kinds = listed if listed is not None and len(listed) == count else None
@@ -75,8 +91,8 @@ def _kinds(config: Any) -> Iterator[str]:
     if kinds is None:
         windowed = _number(config, "sliding_window") and getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention" if windowed else FULL] * count
-    shared = _number(config, "num_kv_shared_layers")  # the last ones read the caches of layers before them
-    yield from (ATTENTION.get(kind, kind) for kind in kinds[: count - shared] if kind not in WITHOUT)
+    shared = _number(config, "num_kv_shared_layers")
+    yield from (ATTENTION.get(kind, kind) for kind in kinds[: count - shared])
 
 
 def _cache(kind: str, layers: int, config: Any, tensor_parallel: int) -> LayerCache:
