@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from quantforge.errors import QuantforgeError
 from quantforge.formats import Format
 from quantforge.model.kv_cache import cache_takers, checkpoint_name, observe_cache, rounded_cache
 from quantforge.model.streamed import StreamedModel, StreamedPass
 from quantforge.numerics.activations import cache_scale
-from quantforge.pipeline.serving import caching_layers, is_latent
+from quantforge.pipeline.serving import caching_layers, is_latent, kv_heads
 from quantforge.quantized import CacheScales
 from quantforge.recipe import Recipe
 from quantforge.report import CacheReport
@@ -56,6 +57,11 @@ def cache_problems(recipe: Recipe, streamed: StreamedModel, formats: Iterable[Fo
             "--tune-epochs changes weights after the scales of the cache were taken from what they give; use "
             "--tune-epochs 0 with --kv-cache"
         )
+
+
+def scale_bytes(config: Any, spec: KvCacheSpec) -> int:
+    """Bytes of all scales: two of 16 bits a layer that caches, or two a head."""
+    return 2 * 2 * len(caching_layers(config)) * (kv_heads(config) if spec.per_head else 1)
 
 
 def calibrate_cache(run: StreamedPass, index: int, spec: KvCacheSpec) -> CalibratedCache:

@@ -17,7 +17,7 @@ from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
 from quantforge.model.source import Checkpoint, config_dtype, open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.budget import Unit, plan_units
-from quantforge.pipeline.cache import cache_problems
+from quantforge.pipeline.cache import cache_problems, scale_bytes
 from quantforge.pipeline.disk import plan_weighing
 from quantforge.pipeline.grids import choose_grids, split_fused
 from quantforge.pipeline.method import Chosen, choose_method, refuse_floating_inputs
@@ -132,7 +132,13 @@ class Plan:
 
     def export_bytes(self, format_name: str) -> int:
         """Tensor bytes of the export in one format: what it makes of quantized sites, everything else as it is."""
-        return self.rest_bytes + sum(self.site_bytes(format_name, site) for site in self.sites)
+        sites = sum(self.site_bytes(format_name, site) for site in self.sites)
+        return self.rest_bytes + self.cache_scale_bytes + sites
+
+    @property
+    def cache_scale_bytes(self) -> int:
+        """Bytes of the scales of a cache."""
+        return 0 if self.kv_cache is None else scale_bytes(self.streamed.text_config, self.kv_cache)
 
     def site_bytes(self, format_name: str, site: LinearSite) -> int:
         """Bytes of the tensors that hold a site in one format."""

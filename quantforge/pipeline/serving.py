@@ -71,6 +71,14 @@ def caching_layers(config: Any) -> list[int]:
     return [] if is_latent(config) else [i for i, kind in enumerate(_every_kind(config)) if kind in attention]
 
 
+def kv_heads(config: Any) -> int:
+    """Key and value heads; some configs say only that there is one (``multi_query``)."""
+    if getattr(config, "multi_query", False) is True and getattr(config, "new_decoder_architecture", False) is not True:
+        return 1
+    named = _number(config, "num_key_value_heads") or _number(config, "num_kv_heads")
+    return named or _number(config, "num_attention_heads")
+
+
 def is_latent(config: Any) -> bool:
     """Whether attention keeps a compressed latent."""
     return _number(config, "kv_lora_rank") > 0
@@ -107,21 +115,13 @@ def _cache(kind: str, layers: int, config: Any, tensor_parallel: int) -> LayerCa
         rotary = _number(config, "qk_rope_head_dim")
         return LayerCache(f"latent of {rank} + {rotary}{within}", layers, rank + rotary, window)
     queries = _number(config, "num_attention_heads")
-    heads = _kv_heads(config)
+    heads = kv_heads(config)
     head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // max(1, queries)
     value_dim = _number(config, "v_head_dim") or head_dim
     own = -(-heads // tensor_parallel)
     split = f" ({own} on each device)" if tensor_parallel > 1 else ""
     size = f"{head_dim}" if value_dim == head_dim else f"{head_dim} and {value_dim}"
     return LayerCache(f"{heads} key-value heads of {size}{split}{within}", layers, own * (head_dim + value_dim), window)
-
-
-def _kv_heads(config: Any) -> int:
-    """Key and value heads; some configs say only that there is one (``multi_query``)."""
-    if getattr(config, "multi_query", False) is True and getattr(config, "new_decoder_architecture", False) is not True:
-        return 1
-    named = _number(config, "num_key_value_heads") or _number(config, "num_kv_heads")
-    return named or _number(config, "num_attention_heads")
 
 
 def _linear_state(config: Any) -> int:
