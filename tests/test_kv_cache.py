@@ -476,14 +476,19 @@ def test_conversion_carries_scales_bit_for_bit_or_refuses(exports: dict[str, Pat
         convert_checkpoint(unsaid, "compressed-tensors", tmp_path / "again")
 
 
-def test_transformers_with_compressed_tensors_ignores_the_scales_as_its_contract_says(exports: dict[str, Path]) -> None:
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_transformers_with_compressed_tensors_ignores_the_scales_as_its_contract_says(
+    name: str, exports: dict[str, Path]
+) -> None:
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(exports["int8"], dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(exports[name], dtype=torch.float32).eval()
     with torch.no_grad():
-        logits, plain = model(TOKENS, use_cache=True).logits, plain_model(exports["int8"])(TOKENS).logits
-    assert torch.allclose(logits, plain, atol=1e-4)
+        logits, plain = model(TOKENS, use_cache=True).logits, plain_model(exports[name])(TOKENS).logits
+        cache = HandRounded(stored_scales(exports[name]), SPECS[name])
+        rounded = plain_model(exports[name])(TOKENS, past_key_values=cache, use_cache=True).logits
+    assert torch.allclose(logits, plain, atol=1e-4) and (rounded - plain).abs().max() > 1e-3
 
 
 # ------------------------------------------------------------------------------------------------ recipe and plan
