@@ -59,9 +59,9 @@ def cache_problems(recipe: Recipe, streamed: StreamedModel, formats: Iterable[Fo
         )
 
 
-def scale_bytes(config: Any, spec: KvCacheSpec) -> int:
+def scale_bytes(config: Any, spec: KvCacheSpec | None) -> int:
     """Bytes of all scales: two of 16 bits a layer that caches, or two a head."""
-    return 2 * 2 * len(caching_layers(config)) * (kv_heads(config) if spec.per_head else 1)
+    return 0 if spec is None else 2 * 2 * len(caching_layers(config)) * (kv_heads(config) if spec.per_head else 1)
 
 
 def calibrate_cache(run: StreamedPass, index: int, spec: KvCacheSpec) -> CalibratedCache:

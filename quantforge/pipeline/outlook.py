@@ -177,7 +177,7 @@ def _exports(plan: Plan, load: Load, caches: Sequence[LayerCache]) -> Iterator[V
             sites = {site.name: settled.site_bytes(format_name, site) for site in plan.sites}
             bits = 8 * sum(sites.values()) / max(1, plan.weights)
             each = _per_device(sites, plan, load.tensor_parallel)
-            total_bytes = plan.rest_bytes + plan.cache_scale_bytes + sum(sites.values())
+            total_bytes = plan.rest_bytes + sum(sites.values())
             kept = _kept(load, caches, plan.kv_cache)
             yield Variant(f"{format_name}{name}", total_bytes, bits, each, *kept, said[f"{format_name}{name}"])
 

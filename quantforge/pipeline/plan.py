@@ -122,8 +122,8 @@ class Plan:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of the tensors that are not quantized."""
-        return _rest_bytes(self.checkpoint, self.sites)
+        """Bytes of the tensors that are not quantized, and of the scales of a cache."""
+        return _rest_bytes(self.checkpoint, self.sites) + scale_bytes(self.streamed.text_config, self.kv_cache)
 
     @property
     def estimated_bytes(self) -> int:
@@ -132,13 +132,7 @@ class Plan:
 
     def export_bytes(self, format_name: str) -> int:
         """Tensor bytes of the export in one format: what it makes of quantized sites, everything else as it is."""
-        sites = sum(self.site_bytes(format_name, site) for site in self.sites)
-        return self.rest_bytes + self.cache_scale_bytes + sites
-
-    @property
-    def cache_scale_bytes(self) -> int:
-        """Bytes of the scales of a cache."""
-        return 0 if self.kv_cache is None else scale_bytes(self.streamed.text_config, self.kv_cache)
+        return self.rest_bytes + sum(self.site_bytes(format_name, site) for site in self.sites)
 
     def site_bytes(self, format_name: str, site: LinearSite) -> int:
         """Bytes of the tensors that hold a site in one format."""
@@ -226,6 +220,7 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
     if activations is not None:
         unfit = [target.name for target in formats if not target.activations]
         problems += [f"--format {name} cannot hold quantized activations; use compressed-tensors" for name in unfit]
+    kv_cache = KvCacheSpec.named(recipe.kv_cache)
     problems += cache_problems(recipe, streamed, formats)
     checkpoint = replace(
         checkpoint, tensors={k: v for k, v in checkpoint.tensors.items() if k not in streamed.duplicates}
@@ -234,7 +229,7 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
     (short if is_outline(checkpoint) else problems).extend(container_problems(formats, checkpoint, grids))
     units: tuple[Unit, ...] = ()
     if not problems and recipe.budget is not None:
-        rest_bytes = _rest_bytes(checkpoint, grids.sites)
+        rest_bytes = _rest_bytes(checkpoint, grids.sites) + scale_bytes(streamed.text_config, kv_cache)
         units = plan_units(recipe, grids.sites, grids.specs, formats, rest_bytes, problems, notes)
     elif not problems:
         shapes = [site.shape for site in grids.sites]
@@ -289,7 +284,7 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
         transforms=chosen.transforms,
         units=units,
         scratch_bytes=scratch_bytes,
-        kv_cache=KvCacheSpec.named(recipe.kv_cache),
+        kv_cache=kv_cache,
     )
 
 

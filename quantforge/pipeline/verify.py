@@ -159,7 +159,7 @@ def _check_cache(files: _Files, reader: Reader, quantization: dict[str, Any], co
         described = None if scheme is None else cache_spec(scheme)
         if described != contents.kv_cache:
             yield f"config says {described} of the cache, planned was {contents.kv_cache}"
-        for name in expected.keys() & found.keys() if scheme is not None else ():
+        for name in sorted(expected.keys() & found.keys()) if scheme is not None else ():
             tensors = {suffix: files.tensor(key) for suffix, key in found[name].items()}
             for scale, wanted in zip(
                 reader.cache.decode(tensors, scheme, name), (expected[name].k, expected[name].v), strict=True
