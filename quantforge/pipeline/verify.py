@@ -159,13 +159,14 @@ def _check_cache(files: _Files, reader: Reader, quantization: dict[str, Any], co
         described = None if scheme is None else cache_spec(scheme)
         if described != contents.kv_cache:
             yield f"config says {described} of the cache, planned was {contents.kv_cache}"
-        for name in sorted(expected.keys() & found.keys()) if scheme is not None else ():
+        if scheme is None:
+            return
+        for name in sorted(expected.keys() & found.keys()):
             tensors = {suffix: files.tensor(key) for suffix, key in found[name].items()}
-            for scale, wanted in zip(
-                reader.cache.decode(tensors, scheme, name), (expected[name].k, expected[name].v), strict=True
-            ):
-                if not _same_bytes(scale, wanted):
-                    yield f"{name}: scales of its cache are {scale.tolist()}, calibrated were {wanted.tolist()}"
+            wanted = (expected[name].k, expected[name].v)
+            for scale, own in zip(reader.cache.decode(tensors, scheme, name), wanted, strict=True):
+                if not _same_bytes(scale, own):
+                    yield f"{name}: scales of its cache are {scale.tolist()}, calibrated were {own.tolist()}"
     except SourceError as error:
         yield str(error)
 
