@@ -31,6 +31,7 @@ from quantforge.pipeline.outlook import Load
 from quantforge.pipeline.plan import Plan, make_plan
 from quantforge.pipeline.run import quantize
 from quantforge.pipeline.score import evaluate_checkpoint
+from quantforge.pipeline.serving import caching_layers
 from quantforge.quantized import CacheScales
 from quantforge.readers import ActivationScheme, load_reader
 from quantforge.reading import read_recipe
@@ -202,6 +203,26 @@ def test_ranges_are_over_all_batches_and_change_nothing(tiny_llama: Path, monkey
         observe_cache(run, 0)
 
 
+def test_layers_of_linear_attention_keep_no_keys_and_values(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        "qwen3_next", hidden_size=64, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        intermediate_size=96, vocab_size=128, num_experts=0, moe_intermediate_size=32, linear_num_key_heads=2,
+        linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16, shared_expert_intermediate_size=32,
+        mlp_only_layers=[0, 1, 2, 3], max_position_embeddings=128,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    streamed = StreamedModel(open_checkpoint(tmp_path))
+    run = streamed.begin(TOKENS % 128)
+    found = []
+    for index in range(4):
+        streamed.load_layer(index)
+        found.append([one.module for one in observe_cache(run, index)])
+        run.advance(index)
+    assert found == [[], [], [], ["model.layers.3.self_attn"]] and caching_layers(config) == [3]
+
+
 class Keeper(nn.Module):
     """A module that asks its cache for what a test says."""
 
@@ -355,8 +376,13 @@ def test_evaluation_rounds_the_cache_and_says_so(
 def test_a_cache_that_cannot_be_simulated_is_refused(exports: dict[str, Path], tmp_path: Path) -> None:
     lacking = copy_of(exports["fp8"], tmp_path / "lacking")
     edit_tensors(lacking, lambda t: [t.pop(f"model.layers.1.self_attn.{part}_scale") for part in "kv"])
+    streamed = StreamedModel(open_any(lacking))
+    run = streamed.begin(TOKENS)
+    with stored_cache(streamed), pytest.raises(SourceError, match=r"layers\.1\.self_attn caches .* and has no scales"):
+        run.run_all()
+    edit_tensors(lacking, lambda t: [t.pop(f"model.layers.0.self_attn.{part}_scale") for part in "kv"])
     with (
-        pytest.raises(SourceError, match=r"there is no model\.layers\.1\.self_attn\.k_scale"),
+        pytest.raises(SourceError, match="static scales, and there are none"),
         stored_cache(StreamedModel(open_any(lacking))),
     ):
         pass

@@ -201,10 +201,12 @@ def rounded_cache(
     """While this is open, modules go on with their keys and values as an 8-bit cache would give them back.
 
     Args:
-        takers: those that cache, by path; `scales` has an entry for each. See `cache_takers`.
+        takers: those that may cache, by path (see `cache_takers`); one that does and has no `scales` is a SourceError.
     """
 
     def keep(name: str, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if name not in scales:
+            raise SourceError(f"{name} caches keys and values, and has no scales (k_scale, v_scale)")
         own = scales[name]
         for scale, states in ((own.k, keys), (own.v, values)):
             if scale.numel() not in (1, states.shape[1]):
@@ -220,7 +222,7 @@ def stored_cache(streamed: StreamedModel) -> Iterator[str | None]:
     """While this is open, a checkpoint with scales for its cache runs as if its keys and values came out of that cache.
 
     Yields what is done, in words; None where the config asks for no such cache. Raises SourceError when it asks for one
-    that `KvCacheSpec` cannot describe, or when scales belong to no module, or a module like theirs has none.
+    that `KvCacheSpec` cannot describe, or scales belong to no module; and while it runs, for keys and values without.
     """
     source = streamed.source
     scheme = source.cache_scheme if isinstance(source, PackedCheckpoint) else None
@@ -234,17 +236,11 @@ def stored_cache(streamed: StreamedModel) -> Iterator[str | None]:
     paths = {checkpoint_name(streamed, path): path for path in takers}
     if strangers := [name for name in stored if name not in paths]:
         raise SourceError(f"{source.path}: {strangers[0]}.k_scale belongs to no module that is given a cache")
+    if not stored:
+        raise SourceError(f"{source.path}: kv_cache_scheme asks for static scales, and there are none")
     scales = {paths[name]: own for name, own in stored.items()}
     alike = {type(takers[path]) for path in scales}
-    without = [
-        name for name, path in paths.items() if path not in scales and (type(takers[path]) in alike or not alike)
-    ]
-    if without or not scales:
-        names = ", ".join(f"{name}.k_scale" for name in without[:3])
-        raise SourceError(
-            f"{source.path}: kv_cache_scheme asks for static scales, and there is no {names or 'k_scale'}"
-        )
-    with rounded_cache({path: takers[path] for path in scales}, scales, spec):
+    with rounded_cache({path: found for path, found in takers.items() if type(found) in alike}, scales, spec):
         yield f"{spec.label()}, in {len(scales)} layers"
 
 
