@@ -10,6 +10,14 @@ SCALE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32":
 
 
 @dataclass(frozen=True, eq=False)
+class CacheScales:
+    """Scales of what one attention module caches: floats, [1], or [key-value heads]; see `KvCacheSpec`."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """A weight matrix as codes on a grid: ``w[o, i] = (codes[o, i] - zero[o, g]) * scale[o, g]``, g the group of i.
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from quantforge.errors import UsageError
 from quantforge.rules import BITS_HELP, Rule, checked_bits, checked_group_size
 from quantforge.sizes import parse_size
+from quantforge.spec import KvCacheName, kv_cache_name
 from quantforge.synonyms import OptionValue
 
 BUDGETS = ("avg_bits", "fit", "max_kl")
@@ -39,8 +40,9 @@ class Recipe(BaseModel):
 
     `group_size` -1 is one scale per output channel, ``auto`` lets the plan choose. `ignore` holds site names, as shell
     patterns or, after ``re:``, regular expressions. `rules` give sites grids of their own. `activation_bits` 8 makes
-    the inputs of quantized sites INT8 as well (W8A8); None leaves them alone. `options` are the method's own. With
-    `sequential` ``none`` sites are solved on the original model's inputs, else on those that quantized layers give.
+    the inputs of quantized sites INT8 as well (W8A8); None leaves them alone. `kv_cache` adds scales for an 8-bit
+    cache of keys and values. `options` are the method's own. With `sequential` ``none`` sites are solved on the
+    original model's inputs, else on those that quantized layers give.
 
     A budget has the bits of each site chosen from `candidate_bits` (none given: all that the formats can hold), except
     where a rule names bits; `bits` then means nothing, and there is at most one budget. `avg_bits` is the mean width of
@@ -74,6 +76,9 @@ class Recipe(BaseModel):
     ignore: tuple[str, ...] = Field(default=(), description="a list of site name patterns")
     rules: tuple[Rule, ...] = Field(default=(), description="a list of rules, such as {match: '*.down_proj', bits: 8}")
     activation_bits: Literal[8] | None = Field(default=None, description="8, or null for floating point")
+    kv_cache: KvCacheName = Field(
+        default="none", description="none, fp8 (E4M3), int8, fp8_per_head or int8_per_head: 8 bits, static, symmetric"
+    )
     scale_dtype: Literal["auto", "float16", "bfloat16"] = Field(default="auto", description="auto, float16 or bfloat16")
     tune_epochs: int = Field(default=0, ge=0, description="a whole number of epochs of tuning, 0 for none")
     token_weights: Literal["gradient", "none"] = Field(default="gradient", description="gradient or none")
@@ -109,6 +114,11 @@ class Recipe(BaseModel):
         except UsageError as error:
             raise ValueError(str(error)) from error
         return size
+
+    @field_validator("kv_cache", mode="before")
+    @classmethod
+    def _known_cache(cls, value: Any) -> Any:
+        return kv_cache_name(value)
 
     @field_validator("formats", "ignore", "rules", "transforms", "candidate_bits", mode="before")
     @classmethod
@@ -155,7 +165,8 @@ def default_output(recipe: Recipe, group_size: int | None) -> str:
 def variant_name(recipe: Recipe, group_size: int | str | None) -> str:
     """What is done to the model, in short: ``w4g64-gptq``; `group_size` None is ``pc``, ``auto`` is left out.
 
-    Rules make it ``w4g64-mixed``, quantized activations ``w8a8``, budgets ``w3.5g64``, ``fit90MBg64``, ``kl0.05g64``.
+    Rules make it ``w4g64-mixed``, quantized activations ``w8a8``, budgets ``w3.5g64``, ``fit90MBg64``, ``kl0.05g64``;
+    a cache ends it: ``w4g64-gptq-kvfp8``.
     """
     group = "" if group_size == "auto" else "pc" if group_size in (None, -1) else f"g{group_size}"
     grid = f"w{recipe.bits}{group}" if recipe.activation_bits is None else f"w{recipe.bits}a{recipe.activation_bits}"
@@ -164,4 +175,5 @@ def variant_name(recipe: Recipe, group_size: int | str | None) -> str:
         grid = f"{prefix}{str(getattr(recipe, recipe.budget)).replace(' ', '')}{group}"
     variants = ("" if recipe.symmetric else "-asym") + ("-mixed" if recipe.rules else "")
     method = "-".join([*recipe.transforms, *recipe.method.split("+")])
-    return f"{grid}{variants}-{method}"
+    cache = "" if recipe.kv_cache == "none" else f"-kv{recipe.kv_cache.replace('_', '-')}"
+    return f"{grid}{variants}-{method}{cache}"

@@ -67,13 +67,38 @@ class TransformReport:
 
 
 @dataclass(frozen=True)
+class CacheReport:
+    """Keys and values that one attention module caches.
+
+    Attributes:
+        name: of the module, in the checkpoint.
+        tokens: calibration tokens that were seen.
+        k_max, v_max: largest magnitudes, one a head.
+        k_scale, v_scale: as stored; one, or one a head.
+    """
+
+    name: str
+    tokens: int
+    k_max: tuple[float, ...]
+    v_max: tuple[float, ...]
+    k_scale: tuple[float, ...]
+    v_scale: tuple[float, ...]
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> "CacheReport":
+        numbers = (tuple(data[key]) for key in ("k_max", "v_max", "k_scale", "v_scale"))
+        return CacheReport(data["name"], data["tokens"], *numbers)
+
+
+@dataclass(frozen=True)
 class LayerReport:
-    """One decoder layer: its sites, what transforms did, and notes worth a user's eye."""
+    """One decoder layer: its sites, what transforms did, what it caches, and notes worth a user's eye."""
 
     layer: int
     sites: tuple[SiteReport, ...]
     warnings: tuple[str, ...] = ()
     transforms: tuple[TransformReport, ...] = ()
+    cache: tuple[CacheReport, ...] = ()
 
     @property
     def bits_per_weight(self) -> float:
@@ -98,6 +123,7 @@ class LayerReport:
             transforms=tuple(
                 TransformReport(**report | {"consumers": tuple(report["consumers"])}) for report in data["transforms"]
             ),
+            cache=tuple(CacheReport.from_json(report) for report in data["cache"]),
         )
 
 

@@ -1,9 +1,9 @@
 """The grid a weight matrix is rounded to."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from quantforge.errors import UsageError
 
@@ -99,6 +99,62 @@ class ActivationSpec:
     def label(self) -> str:
         """``8-bit activations per token``."""
         return f"{self.bits}-bit activations per token"
+
+
+KvCacheName = Literal["none", "fp8", "int8", "fp8_per_head", "int8_per_head"]
+
+
+@dataclass(frozen=True)
+class KvCacheSpec:
+    """The grid keys and values are rounded to when they enter a server's cache: 8 bits, static scales, symmetric.
+
+    ``x ~ q * scale``. FP8 is E4M3, whose largest number is 448; INT8 reaches from -128 to 127, and its scale is, as
+    compressed-tensors has it, half of the 255 steps. (compressed-tensors 0.20.1, quantization/utils/helpers.py,
+    `calculate_qparams`: the largest magnitude over half the range.)
+
+    Attributes:
+        per_head: keys and values of each head have scales of their own (strategy ``attn_head``), instead of one scale
+            for all keys of a layer and one for all its values (strategy ``tensor``).
+    """
+
+    kind: Literal["fp8", "int8"]
+    per_head: bool = False
+    bits: int = 8
+
+    @staticmethod
+    def named(name: str) -> "KvCacheSpec | None":
+        """The spec of a name in a recipe; None for ``none``."""
+        if name == "none":
+            return None
+        return KvCacheSpec("fp8" if name.startswith("fp8") else "int8", name.endswith("_per_head"))
+
+    @property
+    def top(self) -> float:
+        """What the largest magnitude is scaled to."""
+        return 448.0 if self.kind == "fp8" else 127.5
+
+    def label(self) -> str:
+        """``FP8 (E4M3) keys and values, scales per layer``."""
+        numbers = "FP8 (E4M3)" if self.kind == "fp8" else "INT8"
+        return f"{numbers} keys and values, scales per {'head' if self.per_head else 'layer'}"
+
+
+_CACHE_NAMES = {"fp8_e4m3": "fp8", "fp8_e4m3fn": "fp8", **dict.fromkeys(("auto", "float16", "bfloat16"), "none")}
+_CACHE_SCHEME = {"num_bits": 8, "dynamic": False, "symmetric": True}
+
+
+def kv_cache_name(value: Any) -> Any:
+    """What servers and other tools call a cache, as a recipe names it; anything that is not known comes back as it is.
+
+    A ``kv_cache_scheme`` (8 bits, static, symmetric) is one of those names too.
+    """
+    if isinstance(value, Mapping):
+        kind = {"float": "fp8", "int": "int8"}.get(str(value.get("type", "int")))
+        ending = {"tensor": "", "attn_head": "_per_head"}.get(str(value.get("strategy") or "tensor"))
+        known = all(value.get(key, meant) == meant for key, meant in _CACHE_SCHEME.items())
+        return f"{kind}{ending}" if known and kind is not None and ending is not None else value
+    name = value.lower().replace("-", "_") if isinstance(value, str) else "none" if value is None else value
+    return _CACHE_NAMES.get(name, name) if isinstance(name, str) else name
 
 
 def label_of(specs: Iterable[QuantSpec], activations: ActivationSpec | None = None) -> str:

@@ -51,6 +51,9 @@ SYNONYMS = {
     **dict.fromkeys(("output_dir", "export_path"), Synonym("output")),
     **dict.fromkeys(("modules_to_not_convert", "ignore_layers", "fp_layers", "exclude_modules"), Synonym("ignore")),
     **dict.fromkeys(("a_bits", "act_bits", "abits"), Synonym("activation_bits")),
+    **dict.fromkeys(
+        ("kv_cache_dtype", "kv_cache_scheme", "kv_cache_qformat", "kv_cache_quant_algo"), Synonym("kv_cache")
+    ),
     **dict.fromkeys(("target_bits", "effective_bits", "target_bpw"), Synonym("avg_bits")),
     "qformat": Synonym("scheme"),
     "true_sequential": Synonym("sequential", ((True, "group"), (False, "layer"))),

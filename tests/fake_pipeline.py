@@ -59,6 +59,7 @@ class FakePlan:
     layers: int = 2
     settled: bool = True
     units: tuple[Any, ...] = ()
+    kv_cache: Any = None
 
     def to_json(self) -> dict[str, Any]:
         return {"method": self.method, "layers": self.layers}
@@ -112,6 +113,7 @@ class Pipeline:
             kept=kept,
             files=files,
             parameters=1234,
+            kv_cache=None,
             to_json=lambda: values,
         )
 

@@ -10,7 +10,7 @@ from torch import nn
 from quantforge.model import streamed as streamed_module
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import StreamedModel
-from quantforge.pipeline.plan import _misfits
+from quantforge.pipeline.obstacles import misfits
 
 LAYERS = 4
 COMMON = dict(
@@ -117,7 +117,7 @@ def test_streamed_logits_are_bit_identical_and_every_matrix_is_accounted_for(
     listed = {f"{site.module}.weight" for site in layout.sites} | set(layout.kept)
     matrices = {key for key, parameter in streamed.model.named_parameters() if parameter.ndim >= 2}
     assert listed == matrices
-    assert list(_misfits(streamed, open_checkpoint(tmp_path))) == []
+    assert list(misfits(streamed, open_checkpoint(tmp_path))) == []
     assert layout.sites and {site.layer for site in layout.sites} == set(range(LAYERS))
     assert any("expert" in reason for reason in layout.kept.values()) == (name in EXPERTS)
     outer = sum(p.numel() for n, p in streamed.model.named_parameters() if not n.startswith(f"{layout.stack}."))

@@ -11,7 +11,7 @@ import torch
 
 from quantforge.errors import PlanError
 from quantforge.model.packed import PackedCheckpoint, open_any
-from quantforge.pipeline import plan as plan_module
+from quantforge.pipeline import obstacles as obstacles_module
 from quantforge.pipeline import tune
 from quantforge.pipeline.plan import make_plan
 from quantforge.pipeline.run import quantize
@@ -150,7 +150,7 @@ def test_tuning_twice_gives_the_same_bytes_and_leaves_global_random_states_alone
 def test_a_model_too_large_to_tune_and_rounded_activations_are_refused_before_the_work(
     tiny_llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_module, "memory_bytes", lambda device: 1000)
+    monkeypatch.setattr(obstacles_module, "memory_bytes", lambda device: 1000)
     with pytest.raises(PlanError, match=r"about 0\.\d GB of 0\.0 GB; use --tune-epochs 0"):
         make_plan(recipe_for(tiny_llama, tmp_path / "out", text, tune_epochs=1))
     monkeypatch.undo()

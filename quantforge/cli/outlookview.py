@@ -80,8 +80,8 @@ def serving_table(outlook: "Outlook") -> Table:
             size_label(variant.total_bytes),
             "-" if variant.stored_bits is None else f"{variant.stored_bits:.3f}",
             size_label(variant.weight_bytes),
-            size_label(outlook.kv_bytes),
-            size_label(variant.weight_bytes + outlook.kv_bytes),
+            size_label(variant.kv_bytes),
+            size_label(variant.serving_bytes),
         )
         for variant in outlook.variants
     ]
@@ -92,7 +92,11 @@ def cache_facts(outlook: "Outlook") -> Facts:
     """What the cache holds, and what was not counted."""
     load = outlook.load
     facts = [("cache", f"{cache.layers} layers: {cache.label}") for cache in outlook.caches if cache.counted]
-    facts.append(("cache", f"{load.batch} sequences of {load.context} tokens, {load.kv_bits} bits a number"))
+    widths = dict.fromkeys(variant.kv_bits for variant in outlook.variants)
+    bits = " or ".join(map(str, widths))
+    facts.append(("cache", f"{load.batch} sequences of {load.context} tokens, {bits} bits a number"))
+    if (spec := outlook.plan.kv_cache) is not None:
+        facts.append(("cache", f"scales: {spec.label()}"))
     facts += [
         ("not counted", f"the state of {cache.layers} layers of {cache.label}: the config does not say how large it is")
         for cache in outlook.uncounted

@@ -22,8 +22,9 @@ def _serving(
     ] = 8192,
     batch: Annotated[int, Option(min=1, help="Sequences at a time.", rich_help_panel=SERVING)] = 8,
     kv_bits: Annotated[
-        Literal["16", "8", "4"], Option(help="Of a number in the cache.", rich_help_panel=SERVING)
-    ] = "16",
+        Literal["16", "8", "4"] | None,
+        Option(help="Of a number in the cache. [16, or 8 with --kv-cache]", rich_help_panel=SERVING),
+    ] = None,
 ) -> None:
     """The flags that `plan` adds."""
 
@@ -47,7 +48,8 @@ def plan(context: typer.Context, **flags: Any) -> None:
     variants = resolve(context)
     if len(variants) > 1:
         raise UsageError("plan looks at one variant at a time; give one of --bits and one of --method")
-    load = Load(flags["context_length"], flags["batch"], int(flags["kv_bits"]), flags["tensor_parallel"])
+    kv_bits = None if flags["kv_bits"] is None else int(flags["kv_bits"])
+    load = Load(flags["context_length"], flags["batch"], kv_bits, flags["tensor_parallel"])
     recipe, outlook = look_ahead(variants[0].recipe, load)
     ui.outlook(recipe, variants[0].notes, outlook)
 

@@ -52,6 +52,9 @@ def quantize(
     activation_bits: Annotated[
         int | None, Option(help="8: INT8 activations too (W8A8). [none]", rich_help_panel=MAKE)
     ] = None,
+    kv_cache: Annotated[
+        Text, Option(help="fp8, int8, fp8_per_head, ...: scales for an 8-bit cache. [none]", rich_help_panel=MAKE)
+    ] = None,
     method: Annotated[
         Text, Option(help="gptq, rtn, awq, awq+gptq, ...; or several, comma separated. [gptq]", rich_help_panel=MAKE)
     ] = None,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from quantforge import report as events
-from quantforge.cli import examined, outlookview
+from quantforge.cli import checkpointview, examined, outlookview
 from quantforge.cli.runview import RunView, chosen, folded, gathered, leaf, megabytes
 from quantforge.reading import ResolvedRecipe
 from quantforge.recipe import Recipe, variant_name
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
     from quantforge.pipeline.repair import Repaired
 
 Advance = Callable[[str, int, int], None]
-
-
-def _file_size(size_bytes: int) -> str:
-    return megabytes(size_bytes) if size_bytes >= 100_000 else f"{size_bytes:,} bytes"
 
 
 class Ui:
@@ -141,6 +137,7 @@ class Ui:
             [
                 ("model", f"{resolved.recipe.model} ({plan.model_type}, {plan.layers} layers)"),
                 ("method", f"{plan.method}, {plan.label}"),
+                *([("cache", f"scales for {plan.kv_cache.label()}")] if plan.kv_cache is not None else []),
                 ("formats", ", ".join(plan.formats)),
                 ("size", _planned_size(resolved, plan)),
                 ("output", f"{plan.output} (not written: this is a dry run)"),
@@ -169,6 +166,10 @@ class Ui:
         self.facts([("method", f"{report.method}, {report.spec_label}")])
         if ratio is not None:
             self.facts([("loss", f"{ratio:.3f} x round to nearest (mean over layers)")])
+        if cached := [one for layer in report.layers for one in layer.cache]:
+            assert plan.kv_cache is not None, "there are no scales without a plan for them"
+            tokens = max(one.tokens for one in cached)
+            self.facts([("cache", f"{plan.kv_cache.label()}: {len(cached)} layers, calibrated on {tokens:,} tokens")])
         if folds := [fold for layer in report.layers for fold in layer.transforms]:
             self.facts([("folds", f"{folded(folds)} pairs kept")])
         if (tuned := report.tuning) is not None:
@@ -223,66 +224,22 @@ class Ui:
         """Perplexity, and the distance to the reference; the protocol's short name stands beside every number."""
         if self.as_json:
             self._json(result.to_json())
-            return
-        protocol = f"[{result.protocol.partition(' ')[0]}]"
-        self.notes(result.notes)
-        facts = [("perplexity", f"{result.ppl:.4f}{_error(result.ppl_se, 4)}  {protocol}")]
-        if (distance := result.divergence) is not None:
-            top1 = f"{100 * distance.top1:.2f}%{_error(100 * distance.top1_se, 2)}"
-            facts += [
-                ("reference", f"{distance.reference_ppl:.4f}  {protocol}"),
-                ("KL", f"{distance.kl:.5f}{_error(distance.kl_se, 5)} nats a token  {protocol}"),
-                ("top-1", f"{top1} agreement  {protocol}"),
-            ]
-        if result.activations is not None:
-            facts.append(("activations", f"quantized: {result.activations}"))
-        facts.append(("on", f"{result.source}: {result.predictions:,} predictions in {result.windows} windows"))
-        self.facts([*facts, ("+-", "one standard error"), ("protocol", result.protocol)])
+        else:
+            checkpointview.evaluation(self, result)
 
     def description(self, found: "CheckpointDescription") -> None:
         """What a checkpoint holds."""
         if self.as_json:
             self._json(found.to_json())
-            return
-        self.facts(
-            [
-                ("checkpoint", f"{found.path} ({found.model_type}, {found.parameters:,} parameters)"),
-                *(("scheme", part) for part in found.scheme.split("; ")),
-                ("format", found.format),
-                ("size", megabytes(found.total_bytes)),
-            ]
-        )
-        if found.quantized:
-            self.facts([("bits", f"{found.bits_per_weight:.3f} per quantized weight, every byte stored for it")])
-        rows = Counter((leaf(s.name), tuple(s.shape), s.bits, s.group_size) for s in found.quantized)
-        self.table(
-            ("site", "count", "shape", "bits", "group"),
-            [
-                (leaf, str(count), " x ".join(map(str, shape)), str(bits), "row" if group is None else str(group))
-                for (leaf, shape, bits, group), count in rows.items()
-            ],
-        )
-        self.kept(found.kept)
-        self.table(("file", "size"), [(name, _file_size(size)) for name, size in found.files.items()])
+        else:
+            checkpointview.description(self, found)
 
     def conversion(self, done: "Conversion") -> None:
         """What was written in another format."""
         if self.as_json:
             self._json(done.to_json())
-            return
-        self.facts(
-            [
-                ("source", f"{done.source} ({done.source_format})"),
-                ("grid", f"{done.spec_label}, {done.scale_dtype} scales, {done.sites} sites"),
-                ("output", f"{done.output} ({done.format}, {done.tensors} tensors, equal to the source's)"),
-                ("size", megabytes(done.total_bytes)),
-            ]
-        )
-        for note in done.notes:
-            if note.startswith("warning:"):
-                self.warn(note)
-            else:
-                self.facts([("note", note)])
+        else:
+            checkpointview.conversion(self, done)
 
     def examination(self, found: "Examination", done: "Repaired | None" = None) -> None:
         """What was found in a checkpoint; with a repair, what was done about it, and what is left."""
@@ -390,7 +347,3 @@ def _bits_table(allocation: events.Allocation) -> tuple[tuple[str, ...], list[tu
         counted.setdefault(leaf(unit.unit), Counter())[unit.bits] += 1
     rows = [(leaf, *(str(counts[width] or "-") for width in bits)) for leaf, counts in counted.items()]
     return ("units", *(f"{width} bits" for width in bits)), rows
-
-
-def _error(standard_error: float | None, digits: int) -> str:
-    return "" if standard_error is None else f" +- {standard_error:.{digits}f}"

@@ -22,6 +22,7 @@ HEADS = ("lm_head", "embed_out")
 ROUTERS = ("gate", "router", "shared_expert_gate")
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 SHOWN = 4
+FP8 = "8-bit float, symmetric"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -175,6 +176,33 @@ def settings_of(subject: Subject) -> Mapping[str, Any]:
         if isinstance(found, Mapping):
             return found
     return {}
+
+
+@dataclass(frozen=True)
+class CacheScheme:
+    """What a config says of cached keys and values. Attributes: `grid` in words, ``8-bit float, symmetric``; the rest
+    as compressed-tensors has it."""
+
+    grid: str
+    strategy: str
+    dynamic: bool
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.grid == FP8
+
+    def label(self) -> str:
+        return f"{self.grid}, {self.strategy}, {'dynamic' if self.dynamic else 'static'}"
+
+
+def cache_scheme(subject: Subject) -> CacheScheme | None:
+    """``kv_cache_scheme`` with the library's defaults; None where the cache is left alone."""
+    found = settings_of(subject).get("kv_cache_scheme")
+    if not isinstance(found, Mapping):
+        return None
+    zeros = "symmetric" if found.get("symmetric", True) is True else "asymmetric"
+    grid = f"{found.get('num_bits', 8)}-bit {found.get('type', 'int')}, {zeros}"
+    return CacheScheme(grid, str(found.get("strategy") or "tensor"), bool(found.get("dynamic", False)))
 
 
 def unequal_parts(subject: Subject, source: str) -> Iterator[Problem]:

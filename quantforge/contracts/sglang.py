@@ -7,6 +7,7 @@ from quantforge.contracts._rules import (
     EMBEDDINGS,
     HEADS,
     Matrix,
+    cache_scheme,
     cast_scale_notes,
     listed,
     matrices,
@@ -58,6 +59,7 @@ def check(subject: Subject) -> Verdict:
         case "compressed-tensors":
             problems += _compressed_tensors_problems(subject, found)
             packed = [m for m in found if m.grid.variant == "pack-quantized"]
+            notes += _cache_notes(subject)
             kernel = ", ".join(["Marlin"] * bool(packed) + ["CUTLASS INT8"] * (len(packed) < len(found)))
         case "gguf":
             kernel = "GGUF"
@@ -70,6 +72,16 @@ def check(subject: Subject) -> Verdict:
                 )
             )
     return Verdict("sglang", None if problems else kernel, tuple(problems), () if problems else tuple(notes))
+
+
+def _cache_notes(subject: Subject) -> Iterator[str]:
+    """``compressed_tensors/compressed_tensors.py``, `CompressedTensorsKVCacheMethod.is_supported_scheme`."""
+    if (cache := cache_scheme(subject)) is None:
+        return
+    if cache.is_fp8 and cache.strategy == "tensor" and not cache.dynamic:
+        yield "keys and values are cached in FP8 with the scales in the file, unless --kv-cache-dtype says otherwise"
+    else:
+        yield f"kv_cache_scheme is ignored ({cache.label()}): scales are taken for FP8, per tensor, static only"
 
 
 def _common_problems(subject: Subject, found: list[Matrix]) -> Iterator[Problem]:

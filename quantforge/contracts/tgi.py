@@ -7,6 +7,7 @@ from quantforge.contracts._rules import (
     EMBEDDINGS,
     HEADS,
     Matrix,
+    cache_scheme,
     grids_of,
     kept_inside,
     matrices,
@@ -61,6 +62,7 @@ def check(subject: Subject) -> Verdict:
             )
         case "compressed-tensors":
             problems += _compressed_tensors_problems(subject, found)
+            _cache(subject, problems, notes)
             kernel = "Marlin" if any(m.grid.variant == "pack-quantized" for m in found) else "CUTLASS INT8"
         case "gguf":
             problems.append(
@@ -74,6 +76,19 @@ def check(subject: Subject) -> Verdict:
                 Problem(f"quant_method {method} is not one it knows", source("models/__init__.py", "get_model"))
             )
     return Verdict("tgi", None if problems else kernel, tuple(problems), () if problems else tuple(notes))
+
+
+def _cache(subject: Subject, problems: list[Problem], notes: list[str]) -> None:
+    """``k_scale`` and ``v_scale`` are looked for by name; kv_cache_scheme is not looked at."""
+    if (cache := cache_scheme(subject)) is None:
+        return
+    where = source("layers/attention/kv_cache.py", "KVScales.__post_init__")
+    if cache.strategy == "attn_head":
+        problems.append(Problem("scales of the cache per head are not taken; --kv-cache fp8 has one a layer", where))
+    elif not cache.is_fp8:
+        notes.append(f"scales of the cache are not used: it has no such cache ({cache.grid})")
+    else:
+        notes.append("scales of the cache are used with --kv-cache-dtype fp8_e4m3fn, and else ignored")
 
 
 def _marlin(m: Matrix) -> bool:

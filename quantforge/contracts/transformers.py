@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from quantforge.contracts import Contract, Problem, Subject, Verdict
 from quantforge.contracts._rules import (
     Matrix,
+    cache_scheme,
     grids_of,
     kept_inside,
     listed,
@@ -23,6 +24,7 @@ SCHEMES = "compressed-tensors 0.20.1, quantization/quant_args.py, QuantizationAr
 APPLY = "compressed-tensors 0.20.1, quantization/lifecycle/forward_helpers.py"
 GPTQ_GROUPS = (None, 16, 32, 64, 128, 256, 512, 1024)
 AWQ_GROUPS = (None, 16, 32, 64, 128)
+CACHE_IGNORED = "scales of the cache are ignored, and it keeps the model's dtype (measured)"
 DEQUANTIZE = "from_pretrained(..., quantization_config=CompressedTensorsConfig(dequantize=True))"
 
 
@@ -49,6 +51,8 @@ def check(subject: Subject) -> Verdict:
             problems += _compressed_tensors_problems(subject, found)
             kernel = "torch (dequantized)"
             notes.append("weights are dequantized at the first forward pass: no memory is saved while it runs")
+            if cache_scheme(subject) is not None:
+                notes.append(CACHE_IGNORED)
             if any(m.grid.activation_bits for m in found):
                 notes.append("quantized activations are simulated in floating point")
         case "gguf":

@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from quantforge.contracts import Contract, Problem, Subject, Verdict
 from quantforge.contracts._rules import (
     EMBEDDINGS,
+    FP8,
     HEADS,
+    CacheScheme,
     Matrix,
+    cache_scheme,
     cast_scale_notes,
     listed,
     matrices,
@@ -60,7 +63,7 @@ def check(subject: Subject) -> Verdict:
         integer = [m for m in found if m.grid.variant != "pack-quantized"]
         packed = [m for m in found if m.grid.variant == "pack-quantized"]
         kernels = ({"CUTLASS INT8"} if integer else set()) | _mixed_precision(packed, problems, notes)
-        notes += ignored_activations(packed)
+        notes += [*ignored_activations(packed), *_cache_notes(subject)]
     else:
         problems.append(unknown_method(method))
     return Verdict("vllm", None if problems else ", ".join(sorted(kernels)), tuple(problems), tuple(notes))
@@ -169,9 +172,40 @@ def compressed_tensors_problems(subject: Subject, found: list[Matrix]) -> Iterat
         "int-quantized weights are taken with 8 bits, symmetric, one scale per row",
         source(scheme, "CompressedTensorsConfig._is_dynamic_token_w8a8"),
     )
+    yield from _cache_problems(subject)
     packed = [m for m in found if m.grid.variant == "pack-quantized"]
     divides = f"{VERSION}, vllm/distributed/utils.py, verify_group_size_divides_partition"
     yield from straddling(packed, divides)
+
+
+def _cache_problems(subject: Subject) -> Iterator[Problem]:
+    cache = cache_scheme(subject)
+    if cache is not None and not (cache.is_fp8 and cache.strategy in ("tensor", "attn_head")):
+        yield Problem(
+            f"kv_cache_scheme is taken as {FP8}, per tensor or attn_head only, and not as {cache.label()}, whatever "
+            "--kv-cache-dtype says; make the export with --kv-cache fp8 or none",
+            source(
+                f"{QUANTIZATION}/compressed_tensors/compressed_tensors.py",
+                "CompressedTensorsKVCacheMethod.validate_kv_cache_scheme",
+            ),
+        )
+
+
+def _cache_notes(subject: Subject) -> Iterator[str]:
+    """``layers/attention/attention.py``, `Attention`; ``v1/attention/backends/flash_attn.py``."""
+    if (cache := cache_scheme(subject)) is None:
+        return
+    yield (
+        f"keys and values are cached in FP8, {cache_source(cache)}, unless --kv-cache-dtype says otherwise; where "
+        "attention computes in FP8, queries are rounded too, with a scale of 1"
+    )
+    if cache.strategy == "attn_head":
+        yield "scales per head need FlashAttention 3 or newer (--attention-backend FLASH_ATTN on Hopper)"
+
+
+def cache_source(cache: CacheScheme) -> str:
+    """Where scales come from; none are computed while it runs."""
+    return "with scales of 1, since dynamic ones are not computed" if cache.dynamic else "with the scales in the file"
 
 
 def _ragged_zeros(found: list[Matrix], where: str) -> Iterator[Problem]:

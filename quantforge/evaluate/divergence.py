@@ -67,6 +67,7 @@ class EvalResult:
         ppl: exp(nll), infinite beyond the range of a float; `ppl_se` by the delta method from the larger error of nll.
         divergence: None without a reference.
         activations: how the model's activations were quantized while it was scored; None when they were not.
+        kv_cache: how its keys and values were, as if they came out of such a cache; None when they were not.
     """
 
     protocol: str
@@ -80,6 +81,7 @@ class EvalResult:
     ppl_se: float | None
     divergence: Divergence | None = None
     activations: str | None = None
+    kv_cache: str | None = None
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import torch
 
 from quantforge.errors import NumericsError, UsageError
-from quantforge.quantized import QuantizedWeight
+from quantforge.quantized import CacheScales, QuantizedWeight
 from quantforge.registry import load, names_in
-from quantforge.spec import ActivationSpec, QuantSpec, ScaleDtype
+from quantforge.spec import ActivationSpec, KvCacheSpec, QuantSpec, ScaleDtype
 
 NAMED_SITES = 3
 
@@ -44,6 +44,7 @@ class CheckpointFacts:
         modules: the module path of each site whose checkpoint name is another.
         activations: the grid of the sites' inputs, None when they stay in floating point.
         act_order: the inputs of some site are in groups by an order of their own.
+        kv_cache: the grid of cached keys and values, None when nothing is said of them.
     """
 
     specs: Mapping[str, QuantSpec]
@@ -52,6 +53,7 @@ class CheckpointFacts:
     modules: Mapping[str, str] = field(default_factory=dict)
     activations: ActivationSpec | None = None
     act_order: bool = False
+    kv_cache: KvCacheSpec | None = None
 
     def by_spec(self) -> dict[QuantSpec, list[str]]:
         """Each distinct grid with the names of its sites, checkpoint and module names; the commonest first."""
@@ -134,6 +136,8 @@ class Format:
         group_index: True when it stores the group of each input (`QuantizedWeight.group_index`).
         minima: True when it stores ``-zero * scale`` of asymmetric grids in its dtype of scales, not zeros.
         container: how it is written where that is not safetensors.
+        encode_cache: (attention module, scales, their grid) -> tensors by full checkpoint key; None when it cannot hold
+            scales of a cache.
     """
 
     name: str
@@ -147,6 +151,7 @@ class Format:
     group_index: bool = False
     minima: bool = False
     container: Container | None = None
+    encode_cache: Callable[[str, CacheScales, KvCacheSpec], dict[str, torch.Tensor]] | None = None
 
 
 def sites_by_spec(specs: Mapping[str, QuantSpec], sites: Iterable[SiteShape]) -> dict[QuantSpec, list[SiteShape]]:

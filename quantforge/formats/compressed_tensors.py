@@ -9,6 +9,9 @@ Per site of ``pack-quantized`` (specification: vllm-project/compressed-tensors, 
 | weight_shape | [2] | int64 | [out, in] |
 | weight_zero_point | [out * bits / 32, groups] | int32 | zeros, a stream along the output; asymmetric grids only |
 
+Scales of a cache of keys and values are ``k_scale`` and ``v_scale`` of each attention module, [1], or of strategy
+``attn_head`` [heads, 1, 1]; ``kv_cache_scheme`` says what they mean.
+
 ``int-quantized`` (W8A8) keeps ``weight``, int8 [out, in], and ``weight_scale``; inputs are quantized at run time.
 
 Every loader reads 4 bits, most read 8. At 2 and 3 bits the stream is the one that compressed-tensors 0.20, and
@@ -25,8 +28,8 @@ import torch
 from quantforge.formats import CheckpointFacts, Format, SiteShape, conv1d, ragged, sites_by_spec
 from quantforge.numerics.bits import pack_codes, period
 from quantforge.patterns import covering
-from quantforge.quantized import QuantizedWeight
-from quantforge.spec import ActivationSpec, QuantSpec
+from quantforge.quantized import CacheScales, QuantizedWeight
+from quantforge.spec import ActivationSpec, KvCacheSpec, QuantSpec
 
 _EXPERT = re.compile(r".*\.experts(\..*)?")
 _ALL_EXPERTS = r"re:.*\.experts(\..*)?$"
@@ -61,6 +64,12 @@ def encode(name: str, weight: QuantizedWeight, facts: CheckpointFacts) -> dict[s
     return tensors
 
 
+def encode_cache(module: str, scales: CacheScales, spec: KvCacheSpec) -> dict[str, torch.Tensor]:
+    """The two tensors of one attention module."""
+    shape = (-1, 1, 1) if spec.per_head else (1,)
+    return {f"{module}.k_scale": scales.k.reshape(shape), f"{module}.v_scale": scales.v.reshape(shape)}
+
+
 def config(facts: CheckpointFacts) -> dict[str, Any]:
     """One config group a grid; kept modules are listed in ``ignore``.
 
@@ -86,7 +95,7 @@ def config(facts: CheckpointFacts) -> dict[str, Any]:
         "format": layout,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": None if facts.kv_cache is None else _cache(facts.kv_cache),
         "ignore": list(dict.fromkeys(_ALL_EXPERTS if _EXPERT.fullmatch(name) else name for name in facts.kept)),
         "config_groups": groups,
     }
@@ -122,6 +131,21 @@ def _inputs(activations: ActivationSpec) -> dict[str, Any]:
     }
 
 
+def _cache(spec: KvCacheSpec) -> dict[str, Any]:
+    return {
+        "num_bits": spec.bits,
+        "type": "float" if spec.kind == "fp8" else "int",
+        "symmetric": True,
+        "strategy": "attn_head" if spec.per_head else "tensor",
+        "group_size": None,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+
+
 def side_files(facts: CheckpointFacts) -> dict[str, dict[str, Any]]:
     """None: everything is in config.json."""
     return {}
@@ -135,4 +159,5 @@ FORMAT = Format(
     config=config,
     side_files=side_files,
     activations=True,
+    encode_cache=encode_cache,
 )

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from quantforge.model.gguf_file import FLOATS, GgufCheckpoint
 from quantforge.model.shards import DTYPE_NAMES, TensorInfo
 from quantforge.model.source import config_dtype
+from quantforge.quantized import CacheScales
 from quantforge.readers import DecodedWeight, Scheme
 from quantforge.readers._blocks import BLOCK, SCHEMES, boundaries, decode_blocks
 
@@ -33,6 +35,7 @@ class GgufSites:
         tensors: every tensor by checkpoint key, sorted by it; of a site its blocks, as bytes.
         sites: site name -> ``{"blocks": key}``.
         schemes: the grid of each.
+        cache, cache_scheme: nothing; GGUF has no place for scales of a cache.
     """
 
     file: GgufCheckpoint
@@ -40,6 +43,8 @@ class GgufSites:
     tensors: dict[str, TensorInfo]
     sites: dict[str, dict[str, str]]
     schemes: dict[str, Scheme]
+    cache: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    cache_scheme: None = None
 
     @property
     def path(self) -> Path:
@@ -71,6 +76,10 @@ class GgufSites:
     def decode(self, site: str) -> DecodedWeight:
         """Codes, scales and zeros of one site, its rows in the order of transformers."""
         return decode_blocks(self.file.rows(f"{site}.weight"), self.schemes[site], site)
+
+    def cache_scales(self) -> dict[str, CacheScales]:
+        """None."""
+        return {}
 
 
 def odd_blocks(file: GgufCheckpoint) -> list[str]:

@@ -5,7 +5,7 @@ read, never a float copy.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -15,7 +15,8 @@ from quantforge.errors import SourceError
 from quantforge.model.gguf_file import gguf_files, open_gguf
 from quantforge.model.shards import TensorInfo
 from quantforge.model.source import Checkpoint, TensorSource, open_checkpoint, resolve_model
-from quantforge.readers import DecodedWeight, Reader, Scheme, load_reader
+from quantforge.quantized import CacheScales
+from quantforge.readers import ActivationScheme, DecodedWeight, Reader, Scheme, load_reader
 
 
 class Copied(TensorSource, Protocol):
@@ -35,7 +36,12 @@ class PackedSource(TensorSource, Protocol):
     def sites(self) -> dict[str, dict[str, str]]: ...
     @property
     def schemes(self) -> dict[str, Scheme]: ...
+    @property
+    def cache(self) -> Mapping[str, Mapping[str, str]]: ...
+    @property
+    def cache_scheme(self) -> ActivationScheme | None: ...
     def decode(self, site: str) -> DecodedWeight: ...
+    def cache_scales(self) -> dict[str, CacheScales]: ...
 
 
 @dataclass(frozen=True)
@@ -47,12 +53,16 @@ class PackedCheckpoint:
         reader: decodes the packed tensors.
         sites: site name -> {suffix: key} of its packed tensors.
         schemes: what the config says about each site.
+        cache: attention module -> {suffix: key} of the scales of its cache.
+        cache_scheme: what the config says about the cache; None when it says nothing.
     """
 
     checkpoint: Checkpoint
     reader: Reader
     sites: dict[str, dict[str, str]]
     schemes: dict[str, Scheme]
+    cache: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    cache_scheme: ActivationScheme | None = None
 
     @property
     def path(self) -> Path:
@@ -64,7 +74,7 @@ class PackedCheckpoint:
 
     def keys(self) -> list[str]:
         """The keys of the float checkpoint: ``<site>.weight`` stands for a site's packed tensors."""
-        packed = {key for parts in self.sites.values() for key in parts.values()}
+        packed = {key for found in (self.sites, self.cache) for parts in found.values() for key in parts.values()}
         return [key for key in self.checkpoint.tensors if key not in packed] + [f"{site}.weight" for site in self.sites]
 
     def is_packed(self, key: str) -> bool:
@@ -81,6 +91,16 @@ class PackedCheckpoint:
         tensors = {suffix: self.checkpoint.read(key) for suffix, key in self.sites[site].items()}
         return self.reader.decode(tensors, self.schemes[site], site)
 
+    def cache_scales(self) -> dict[str, CacheScales]:
+        """The scales of the cache, by attention module; SourceError when some cannot be meant."""
+        if self.reader.cache is None or self.cache_scheme is None:
+            return {}
+        found = {}
+        for name, parts in self.cache.items():
+            tensors = {suffix: self.checkpoint.read(key) for suffix, key in parts.items()}
+            found[name] = CacheScales(*self.reader.cache.decode(tensors, self.cache_scheme, name))
+        return found
+
 
 def open_any(model: str | Path, *, allow_pickle: bool = False) -> TensorSource:
     """Open a float or quantized checkpoint; SourceError when it is quantized in a way no reader knows."""
@@ -95,7 +115,21 @@ def open_any(model: str | Path, *, allow_pickle: bool = False) -> TensorSource:
     sites = reader.group_keys(checkpoint.keys())
     if not sites:
         raise SourceError(f"{checkpoint.path}: config.json says {config.get('quant_method')}, but nothing is packed")
-    return PackedCheckpoint(checkpoint, reader, sites, {site: reader.scheme(config, site) for site in sites})
+    return packed_checkpoint(checkpoint, reader, sites, {site: reader.scheme(config, site) for site in sites}, config)
+
+
+def packed_checkpoint(
+    checkpoint: Checkpoint,
+    reader: Reader,
+    sites: dict[str, dict[str, str]],
+    schemes: dict[str, Scheme],
+    config: Mapping[str, Any],
+) -> PackedCheckpoint:
+    """With what keys and `config`, its quantization_config, say of a cache; SourceError when that is no settings."""
+    if reader.cache is None:
+        return PackedCheckpoint(checkpoint, reader, sites, schemes)
+    cache = reader.cache.group_keys(checkpoint.keys())
+    return PackedCheckpoint(checkpoint, reader, sites, schemes, cache, reader.cache.scheme(config))
 
 
 def quantization_config(checkpoint: TensorSource) -> dict[str, Any] | None:

@@ -9,16 +9,17 @@ import torch
 from quantforge.errors import SourceError
 from quantforge.formats import CheckpointFacts, SiteShape
 from quantforge.model.activations import activation_spec
+from quantforge.model.kv_cache import cache_spec
 from quantforge.model.packed import Copied, PackedSource, quantization_config
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.plan import scale_dtype_of
-from quantforge.quantized import SCALE_DTYPES, QuantizedWeight
+from quantforge.quantized import SCALE_DTYPES, CacheScales, QuantizedWeight
 from quantforge.readers import DecodedWeight
-from quantforge.spec import ActivationSpec, Bits, QuantSpec, ScaleDtype
+from quantforge.spec import ActivationSpec, Bits, KvCacheSpec, QuantSpec, ScaleDtype
 
 Progress = Callable[[str, int, int], None]
 
-BEYOND = ("kv_cache_scheme", "sparsity_config", "transform_config", "activation", "act_bits")
+BEYOND = ("sparsity_config", "transform_config", "activation", "act_bits")
 """What a ``quantization_config`` may ask for beyond what readers tell; a conversion would lose it."""
 
 NOTHING = ({"format": "dense"}, 16)
@@ -65,8 +66,12 @@ class Carried:
         self.config: Mapping[str, Any] = without_quantization(packed.config)
         self.packed = {key: name for name, parts in packed.sites.items() for key in parts.values()}
         self.changed: frozenset[str] = frozenset()
-        self.unused = frozenset(model.duplicates)
         self.beyond = _beyond(packed)
+        self.kv_cache: KvCacheSpec | None = None
+        self.cache_scales: Mapping[str, CacheScales] = {}
+        self._settle_cache()
+        scales = {key for parts in packed.cache.values() for key in parts.values()}
+        self.unused = frozenset([*model.duplicates, *scales])
         self.activations: ActivationSpec | None = None
         self._settle_activations()
         self.shapes = self._shapes()
@@ -96,6 +101,19 @@ class Carried:
                 f"inputs of {count} of {len(self._packed.schemes)} sites stay in floating point, others not"
             )
         self.activations = next(iter(found))
+
+    def _settle_cache(self) -> None:
+        scheme, modules = self._packed.cache_scheme, len(self._packed.cache)
+        if scheme is None and modules:
+            self.beyond.append(f"{modules} modules have scales of a cache, and no kv_cache_scheme says what they mean")
+        elif scheme is not None and not modules:
+            asked = (quantization_config(self.source) or {})["kv_cache_scheme"]
+            self.beyond.append(f"kv_cache_scheme is {asked!r} in its quantization_config, and no module has scales")
+        elif scheme is not None:
+            try:
+                self.kv_cache, self.cache_scales = cache_spec(scheme), self._packed.cache_scales()
+            except SourceError as error:
+                self.beyond.append(str(error))
 
     def _shapes(self) -> dict[str, SiteShape]:
         """In the model's order; a site outside of its decoder layers (an output head) is read to learn its own."""
@@ -149,6 +167,7 @@ class Carried:
             modules={site.name: site.module for site in sites if site.name in names and site.module != site.name},
             activations=self.activations,
             act_order=bool(survey.act_order),
+            kv_cache=self.kv_cache,
         )
 
     def weight(self, name: str) -> QuantizedWeight:

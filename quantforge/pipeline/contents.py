@@ -7,9 +7,9 @@ import torch
 
 from quantforge.formats import SiteShape
 from quantforge.model.packed import Copied
-from quantforge.quantized import QuantizedWeight
+from quantforge.quantized import CacheScales, QuantizedWeight
 from quantforge.readers import DecodedWeight
-from quantforge.spec import ActivationSpec, QuantSpec
+from quantforge.spec import ActivationSpec, KvCacheSpec, QuantSpec
 
 
 class Contents(Protocol):
@@ -23,7 +23,9 @@ class Contents(Protocol):
     packed: keys of `source` that hold a site, with its name (``<site>.weight``, or packed tensors). They are not
         copied; what the site is made of is written in the place of the first.
     changed: keys of `source` whose values are to be replaced by those of `tensor`.
-    unused: keys of `source` that are not written, as they only repeat another tensor.
+    unused: keys of `source` that are not written: they only repeat another tensor, or are in `cache_scales`.
+    kv_cache: the grid of cached keys and values, None when nothing is said of them.
+    cache_scales: of each attention module that caches keys and values, by its name in the checkpoint.
     """
 
     @property
@@ -42,6 +44,10 @@ class Contents(Protocol):
     def changed(self) -> frozenset[str]: ...
     @property
     def unused(self) -> frozenset[str]: ...
+    @property
+    def kv_cache(self) -> KvCacheSpec | None: ...
+    @property
+    def cache_scales(self) -> Mapping[str, CacheScales]: ...
 
     def weight(self, name: str) -> QuantizedWeight:
         """The codes, scales and zeros of one site, to be encoded."""

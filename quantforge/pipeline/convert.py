@@ -139,6 +139,11 @@ def _problems_of_headers(chosen: Format, contents: Carried) -> list[str]:
             f"{chosen.name} cannot say that inputs are quantized, and those of {len(contents.shapes)} sites are "
             f"({contents.activations.label()}); the model would become another"
         )
+    if contents.kv_cache is not None and chosen.encode_cache is None:
+        problems.append(
+            f"{chosen.name} cannot hold scales of a cache, and {len(contents.cache_scales)} modules have them "
+            f"({contents.kv_cache.label()})"
+        )
     if len(contents.specs) == len(contents.shapes):
         problems += chosen.problems(contents.specs, list(contents.shapes.values()))
     if chosen.container is not None:

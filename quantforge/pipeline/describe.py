@@ -33,7 +33,10 @@ class SiteRow:
 
 @dataclass(frozen=True)
 class CheckpointDescription:
-    """Attributes are what `inspect` prints; `kept` maps each matrix left in floating point to the reason."""
+    """Attributes are what `inspect` prints; `kept` maps each matrix left in floating point to the reason.
+
+    `kv_cache` says what the scales of a cache are for, None when there are none.
+    """
 
     path: str
     model_type: str
@@ -45,6 +48,7 @@ class CheckpointDescription:
     quantized: tuple[SiteRow, ...]
     kept: dict[str, str]
     files: dict[str, int]
+    kv_cache: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -64,7 +68,9 @@ def describe_checkpoint(
     labels: list[str] = []
     packed_keys = {key for key in checkpoint.tensors if checkpoint.is_packed(key)}
     if isinstance(source, PackedCheckpoint):
-        packed_keys = {key for parts in source.sites.values() for key in parts.values()}
+        packed_keys = {
+            key for found in (source.sites, source.cache) for parts in found.values() for key in parts.values()
+        }
         rows = tuple(_row(source, layout))
         labels = [scheme.label() for scheme in source.schemes.values()]
     elif isinstance(source, GgufCheckpoint):
@@ -89,7 +95,14 @@ def describe_checkpoint(
         quantized=rows,
         kept=kept,
         files={file.name: file.stat().st_size for file in sorted(checkpoint.path.iterdir()) if file.is_file()},
+        kv_cache=_cache(source) if isinstance(source, PackedCheckpoint) else None,
     )
+
+
+def _cache(source: PackedCheckpoint) -> str | None:
+    if source.cache_scheme is None:
+        return None
+    return f"{source.cache_scheme.label('keys and values')}: scales of {len(source.cache)} layers"
 
 
 def _row(source: PackedCheckpoint, layout: ModelLayout) -> list[SiteRow]:

@@ -16,7 +16,8 @@ from quantforge.model.source import Checkpoint
 from quantforge.model.streamed import TOKENS_PER_BATCH
 from quantforge.pipeline.calibrate import FROM_MODEL, token_source
 from quantforge.pipeline.job import needs_tokens
-from quantforge.pipeline.plan import TUNING_BYTES, Plan
+from quantforge.pipeline.obstacles import TUNING_BYTES
+from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.serving import cache_bytes, layer_caches
 from quantforge.recipe import Recipe
 
@@ -134,6 +135,8 @@ def _operations(recipe: Recipe, plan: Plan, sizes: _Sizes) -> Iterator[float]:
         yield whole
     if recipe.budget is not None or (plan.needs_gram and recipe.token_weights == "gradient"):
         yield forward + 3 * whole
+    if plan.kv_cache is not None:
+        yield forward if plan.needs_gram else 2 * forward
     if plan.needs_gram:
         yield forward if recipe.sequential == "none" else 2 * forward
         widths = Counter((site.layer, site.in_features) for site in plan.sites)

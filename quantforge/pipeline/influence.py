@@ -34,7 +34,8 @@ def gather_weights(jobs: Sequence[Job]) -> Generator[Event, None, TokenWeights]:
     What no work directory holds yet comes from one new pass. Each job's own are kept in its work directory, so that it
     can be carried on without the others.
     """
-    asking = [job for job in jobs if job.observed and job.recipe.token_weights == "gradient" and job.unsolved]
+    weighed = (job for job in jobs if job.observed and job.plan.needs_gram)
+    asking = [job for job in weighed if job.recipe.token_weights == "gradient" and job.unsolved]
     modules = {job: {site.module for site in job.plan.sites} for job in asking}
     weights: TokenWeights = {}
     lacking: list[Job] = []

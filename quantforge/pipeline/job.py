@@ -34,8 +34,8 @@ class Job:
 
     @property
     def observed(self) -> bool:
-        """Whether the inputs of its sites are observed."""
-        return self.calibration is not None and self.plan.needs_gram
+        """Whether the inputs of its sites, or what its layers cache, are observed."""
+        return self.calibration is not None and (self.plan.needs_gram or self.plan.kv_cache is not None)
 
     @property
     def unsolved(self) -> bool:
@@ -44,8 +44,9 @@ class Job:
 
 
 def needs_tokens(recipe: Recipe, plan: Plan) -> bool:
-    """Whether calibration tokens are needed: to observe inputs, to choose bits, or to tune scales."""
-    return plan.needs_gram or recipe.budget is not None or recipe.tune_epochs > 0
+    """Whether calibration tokens are needed: to observe inputs or a cache, to choose bits, or to tune scales."""
+    observes = plan.needs_gram or plan.kv_cache is not None
+    return observes or recipe.budget is not None or recipe.tune_epochs > 0
 
 
 class Solved:
@@ -65,6 +66,8 @@ class Solved:
         self.packed = {f"{name}.weight": name for name in self._sites}
         self.changed = frozenset(self._floats)
         self.unused = frozenset(source.tensors.keys() - plan.checkpoint.tensors.keys())
+        self.kv_cache = plan.kv_cache
+        self.cache_scales = workspace.cache_scales()
 
     def weight(self, name: str) -> QuantizedWeight:
         """The committed site."""

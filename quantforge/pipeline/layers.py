@@ -6,16 +6,16 @@ from collections.abc import Generator, Iterator, Mapping
 from torch import nn
 
 from quantforge.model.activations import quantized_inputs
-from quantforge.model.observe import InputGroup, input_groups, observe
+from quantforge.model.observe import InputGroup, input_groups, observe, unobserved
 from quantforge.model.streamed import StreamedPass
 from quantforge.numerics.metrics import require_finite
+from quantforge.pipeline.cache import CalibratedCache, calibrate_cache, calibrated
 from quantforge.pipeline.influence import TokenWeights, shared_weights
 from quantforge.pipeline.job import Job
 from quantforge.pipeline.solve import put_back, solve_sites
 from quantforge.pipeline.together import can_share, commit_layer, solve_together
 from quantforge.pipeline.transform import LayerTransforms, Transformed, rows_per_batch
 from quantforge.quantized import QuantizedWeight
-from quantforge.recipe import Recipe
 from quantforge.report import Event, LayerDone, LayerStarted, LayerTransformed, SiteDone, SiteReport
 
 
@@ -33,7 +33,7 @@ def solve_layers(job: Job, of_tokens: TokenWeights) -> Generator[Event, None, No
 
 
 def _solve_on_own_inputs(job: Job, of_tokens: TokenWeights) -> Iterator[Event]:
-    """Every layer sees what the quantized layers before it give."""
+    """Every layer sees what the quantized layers before it give, with their keys and values as a cache gives them."""
     plan, workspace, calibration = job.plan, job.workspace, job.calibration
     assert calibration is not None
     done = workspace.done()
@@ -55,36 +55,43 @@ def _solve_on_own_inputs(job: Job, of_tokens: TokenWeights) -> Iterator[Event]:
             observed = observe(run, index, modules, rows_per_batch(plan, run, index), weights)
             changed = transforms.apply(index, modules, observed)
             yield LayerTransformed(index, changed.reports)
+        cache: CalibratedCache | None = None
         with quantized_inputs(modules.values(), plan.activations):  # what is observed is what the sites will be given
-            for group in _stages(job.recipe, run, index, modules, changed, weights):
+            for group in _stages(job, run, index, modules, changed, weights):
                 for site, weight, report in solve_sites(plan, [sites[name] for name in group.names], modules, group):
                     put_back(modules[site.module], weight)
                     quantized[site.name] = weight
                     reports.append(report)
                     yield SiteDone(report)
+            if plan.kv_cache is not None:
+                cache = calibrate_cache(run, index, plan.kv_cache)
             last = index + 1 == plan.layers
             if not last:
-                run.advance(index)
+                with calibrated(run, index, cache, plan.kv_cache):
+                    run.advance(index)
                 require_finite(run.hidden, f"layer {index}: the output")
         plan.streamed.drop_layer(index)
-        solved = commit_layer(workspace, index, quantized, reports, changed, None if last else run.hidden)
+        solved = commit_layer(workspace, index, quantized, reports, changed, None if last else run.hidden, cache)
         yield LayerDone(solved, time.monotonic() - started)
 
 
 def _stages(
-    recipe: Recipe,
+    job: Job,
     run: StreamedPass,
     index: int,
     modules: Mapping[str, nn.Module],
     changed: Transformed | None,
     weights: TokenWeights,
 ) -> Iterator[InputGroup]:
-    """Input groups with their statistics; by group, each is observed after the earlier ones were quantized."""
+    """Input groups, with statistics if the method wants any; by group, each is observed after those before it."""
     if not modules:
         return
-    if recipe.sequential == "layer" and changed is not None:
+    sequential = job.recipe.sequential
+    if not job.plan.needs_gram:
+        yield from map(unobserved, modules)
+    elif sequential == "layer" and changed is not None:
         yield from changed.groups
-    elif recipe.sequential == "layer":
+    elif sequential == "layer":
         yield from observe(run, index, modules, weights=weights)
     else:
         for names in input_groups(run, index, modules):

@@ -1,6 +1,6 @@
 """What will come of a recipe: sizes, memory, time, and what each server makes of the result."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,18 @@ from quantforge.pipeline.plan import Plan, choose_device, make_plan
 from quantforge.pipeline.serving import LayerCache, cache_bytes, layer_caches
 from quantforge.pipeline.subject import planned_subject
 from quantforge.recipe import Recipe
+from quantforge.spec import KvCacheSpec
+
+DEFAULT_KV_BITS = 16
 
 
 @dataclass(frozen=True)
 class Load:
-    """How the model will be served: `kv_bits` are those of a number in the cache."""
+    """How the model will be served: `kv_bits` are those of a number in the cache, None for 16 or an export's own."""
 
     context: int = 8192
     batch: int = 8
-    kv_bits: int = 16
+    kv_bits: int | None = None
     tensor_parallel: int = 1
 
 
@@ -34,6 +37,7 @@ class Variant:
         total_bytes: of all tensors.
         stored_bits: bits of a quantized weight, everything that is stored for it counted; None when nothing is.
         weight_bytes: of the weights on each device.
+        kv_bits: of a number in its cache; `kv_bytes` are those of keys and values (and states) on each device.
         verdicts: what each server does with it.
     """
 
@@ -41,7 +45,14 @@ class Variant:
     total_bytes: int
     stored_bits: float | None
     weight_bytes: int
+    kv_bits: int
+    kv_bytes: int
     verdicts: tuple[Verdict, ...]
+
+    @property
+    def serving_bytes(self) -> int:
+        """Weights and cache on each device."""
+        return self.weight_bytes + self.kv_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,8 +74,8 @@ class Outlook:
 
     @property
     def kv_bytes(self) -> int:
-        """Of keys and values (and states) on each device."""
-        return cache_bytes(list(self.caches), self.load.context, self.load.batch, self.load.kv_bits)
+        """Of keys and values (and states) of an export, on each device."""
+        return self.variants[-1].kv_bytes
 
     @property
     def uncounted(self) -> tuple[LayerCache, ...]:
@@ -82,7 +93,7 @@ class Outlook:
             "plan": self.plan.to_json(),
             "parameters": self.parameters,
             "config_only": self.outline,
-            "load": asdict(self.load),
+            "load": asdict(self.load) | {"kv_bits": self.variants[-1].kv_bits},
             "kv_bytes": self.kv_bytes,
             "caches": [asdict(cache) for cache in self.caches],
             "exports": [
@@ -91,7 +102,8 @@ class Outlook:
                     "total_bytes": variant.total_bytes,
                     "bits_per_weight": variant.stored_bits,
                     "weight_bytes_per_device": variant.weight_bytes,
-                    "serving_bytes_per_device": variant.weight_bytes + self.kv_bytes,
+                    "kv_bits": variant.kv_bits,
+                    "serving_bytes_per_device": variant.serving_bytes,
                     "servers": [asdict(verdict) | {"loads": verdict.loads} for verdict in variant.verdicts],
                 }
                 for variant in self.variants
@@ -121,8 +133,8 @@ def look_ahead(recipe: Recipe, load: Load) -> tuple[Recipe, Outlook]:
     if Path(recipe.model).name == CONFIG and Path(recipe.model).is_file():
         recipe = recipe.model_copy(update={"model": str(Path(recipe.model).parent)})
     plan = make_plan(recipe, streamed, elsewhere=True)
-    variants = (_as_it_is(plan, load), *_exports(plan, load))
     caches = tuple(layer_caches(streamed.text_config, load.tensor_parallel))
+    variants = (_as_it_is(plan, load, caches), *_exports(plan, load, caches))
     source = streamed.source
     assert isinstance(source, Checkpoint)
     return recipe, Outlook(plan, load, is_outline(source), variants, caches, estimate(recipe, plan))
@@ -151,12 +163,13 @@ def _settled(plan: Plan) -> Iterator[tuple[str, Plan]]:
         yield f", {bits} bits", replace(plan, specs=specs, units=())
 
 
-def _as_it_is(plan: Plan, load: Load) -> Variant:
+def _as_it_is(plan: Plan, load: Load, caches: Sequence[LayerCache]) -> Variant:
     each = _per_device({}, plan, load.tensor_parallel)
-    return Variant("as it is", plan.source_bytes, None, each, ())
+    kept = _kept(load, caches, None)
+    return Variant("as it is", plan.source_bytes, None, each, *kept, ())
 
 
-def _exports(plan: Plan, load: Load) -> Iterator[Variant]:
+def _exports(plan: Plan, load: Load, caches: Sequence[LayerCache]) -> Iterator[Variant]:
     """One variant for each format, and for each of the bits that a budget chooses from."""
     said = dict(verdicts(plan, load.tensor_parallel))
     for name, settled in _settled(plan):
@@ -165,7 +178,14 @@ def _exports(plan: Plan, load: Load) -> Iterator[Variant]:
             bits = 8 * sum(sites.values()) / max(1, plan.weights)
             each = _per_device(sites, plan, load.tensor_parallel)
             total_bytes = plan.rest_bytes + sum(sites.values())
-            yield Variant(f"{format_name}{name}", total_bytes, bits, each, said[f"{format_name}{name}"])
+            kept = _kept(load, caches, plan.kv_cache)
+            yield Variant(f"{format_name}{name}", total_bytes, bits, each, *kept, said[f"{format_name}{name}"])
+
+
+def _kept(load: Load, caches: Sequence[LayerCache], spec: KvCacheSpec | None) -> tuple[int, int]:
+    """Bits of a number in the cache, and its bytes on each device."""
+    bits = load.kv_bits or (DEFAULT_KV_BITS if spec is None else spec.bits)
+    return bits, cache_bytes(list(caches), load.context, load.batch, bits)
 
 
 def _per_device(sites: dict[str, int], plan: Plan, devices: int) -> int:

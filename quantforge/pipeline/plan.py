@@ -1,7 +1,7 @@
 """What a run will do, decided from config.json and tensor headers before any weight is read; every problem at once."""
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,27 +9,23 @@ from typing import Any
 from torch import nn
 
 from quantforge.errors import PlanError, UsageError
-from quantforge.formats import Format, load_format
+from quantforge.formats import load_format
 from quantforge.methods import Method, OptionValue
-from quantforge.model.memory import memory_bytes
 from quantforge.model.outline import is_outline
 from quantforge.model.packed import quantization_config
-from quantforge.model.shards import DTYPES
 from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
 from quantforge.model.source import Checkpoint, TensorSource, config_dtype, open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.budget import Unit, plan_units
+from quantforge.pipeline.cache import cache_problems, scale_bytes
 from quantforge.pipeline.disk import plan_weighing
-from quantforge.pipeline.grids import Grids, choose_grids, split_fused
+from quantforge.pipeline.grids import choose_grids, split_fused
 from quantforge.pipeline.method import Chosen, choose_method, refuse_floating_inputs
+from quantforge.pipeline.obstacles import container_problems, misfits, too_large_to_tune, untunable
 from quantforge.pipeline.stored import site_bytes
 from quantforge.recipe import Recipe, default_output
-from quantforge.spec import ActivationSpec, QuantSpec, ScaleDtype, label_of
+from quantforge.spec import ActivationSpec, KvCacheSpec, QuantSpec, ScaleDtype, label_of
 from quantforge.transforms import Transform
-
-SHOWN_TENSORS = 20
-TUNING_BYTES = 16
-"""Memory that tuning takes for each parameter: the weight, its codes, its gradient, and room for activations."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +43,7 @@ class Plan:
         kept: parameter -> why it stays in floating point.
         notes: what was decided for the user and should be announced; `warnings` are those that deserve attention.
         scratch_bytes: temporary disk for weighing calibration tokens, at most; 0 when that is not, or no longer, done.
+        kv_cache: the grid of cached keys and values, for which there will be scales; None without them.
     """
 
     checkpoint: Checkpoint
@@ -65,6 +62,7 @@ class Plan:
     transforms: tuple[Transform, ...] = ()
     units: tuple[Unit, ...] = ()
     scratch_bytes: int = 0
+    kv_cache: KvCacheSpec | None = None
 
     @property
     def needs_gram(self) -> bool:
@@ -124,8 +122,8 @@ class Plan:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of the tensors that are not quantized."""
-        return _rest_bytes(self.checkpoint, self.sites)
+        """Bytes of the tensors that are not quantized, and of the scales of a cache."""
+        return _rest_bytes(self.checkpoint, self.sites) + scale_bytes(self.streamed.text_config, self.kv_cache)
 
     @property
     def estimated_bytes(self) -> int:
@@ -165,6 +163,7 @@ class Plan:
             "symmetric": self.spec.symmetric,
             "scale_dtype": self.spec.scale_dtype,
             "activation_bits": None if self.activations is None else self.activations.bits,
+            "kv_cache": None if self.kv_cache is None else self.kv_cache.label(),
             "formats": list(self.formats),
             "output": str(self.output),
             "layers": self.layers,
@@ -214,7 +213,7 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
     streamed = streamed or StreamedModel(checkpoint, device, trust_remote_code=recipe.trust_remote_code)
     layout = streamed.layout
 
-    problems = list(_misfits(streamed, checkpoint))
+    problems = list(misfits(streamed, checkpoint))
     notes: list[str] = []
     minima = [target.name for target in formats if target.minima]
     grids = choose_grids(recipe, layout, _choose_scale_dtype(recipe, checkpoint), problems, notes, minima)
@@ -222,22 +221,24 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
     if activations is not None:
         unfit = [target.name for target in formats if not target.activations]
         problems += [f"--format {name} cannot hold quantized activations; use compressed-tensors" for name in unfit]
+    kv_cache = KvCacheSpec.named(recipe.kv_cache)
+    problems += cache_problems(recipe, streamed, formats)
     checkpoint = replace(
         checkpoint, tensors={k: v for k, v in checkpoint.tensors.items() if k not in streamed.duplicates}
     )
     short: list[str] = []  # of what this machine has: memory, disk, files beside a config
-    (short if is_outline(checkpoint) else problems).extend(_container_problems(formats, checkpoint, grids))
+    (short if is_outline(checkpoint) else problems).extend(container_problems(formats, checkpoint, grids))
     units: tuple[Unit, ...] = ()
     if not problems and recipe.budget is not None:
-        rest_bytes = _rest_bytes(checkpoint, grids.sites)
+        rest_bytes = _rest_bytes(checkpoint, grids.sites) + scale_bytes(streamed.text_config, kv_cache)
         units = plan_units(recipe, grids.sites, grids.specs, formats, rest_bytes, problems, notes)
     elif not problems:
         shapes = [site.shape for site in grids.sites]
         for target in formats:
             problems += [f"{target.name}: {problem}" for problem in target.problems(grids.specs, shapes)]
     if recipe.tune_epochs:
-        problems += _untunable(activations)
-        short += _too_large_to_tune(streamed)
+        problems += untunable(activations)
+        short += too_large_to_tune(streamed)
     output = Path(recipe.output or default_output(recipe, grids.base.group_size))
     weighs = recipe.token_weights == "gradient" and (chosen.transforms or chosen.solver.wants_gram(chosen.options))
     scratch_bytes = plan_weighing(recipe, streamed, output, short, notes) if weighs else 0
@@ -284,66 +285,13 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
         transforms=chosen.transforms,
         units=units,
         scratch_bytes=scratch_bytes,
+        kv_cache=kv_cache,
     )
 
 
 def _rest_bytes(checkpoint: Checkpoint, sites: Iterable[LinearSite]) -> int:
     replaced = {f"{site.name}.weight" for site in sites}
     return sum(info.total_bytes for key, info in checkpoint.tensors.items() if key not in replaced)
-
-
-def _misfits(streamed: StreamedModel, checkpoint: Checkpoint) -> Iterator[str]:
-    """Tensors that are not what the model described by config.json needs."""
-    state = streamed.model.state_dict()
-    wrong = []
-    for target, key in streamed.keys.plain.items():
-        info, needed = checkpoint.tensors[key], state[target]
-        if info.shape != tuple(needed.shape):
-            wrong.append(f"  {key}: {list(info.shape)}, needed {list(needed.shape)}")
-        elif needed.is_floating_point() and not DTYPES[info.dtype].is_floating_point:
-            wrong.append(f"  {key}: {info.dtype}, needed a floating point dtype")
-    aliases: dict[int, list[str]] = defaultdict(list)  # tied parameters are one object with several names
-    for name, parameter in streamed.model.named_parameters(remove_duplicate=False):
-        aliases[id(parameter)].append(name)
-    filled = streamed.keys.plain.keys() | streamed.keys.converted.keys()
-    inside = f"{streamed.layout.stack}."  # the layers' own were looked for when the layout was read
-    missing = [names[0] for names in aliases.values() if not names[0].startswith(inside) and not filled & set(names)]
-    if missing:
-        yield f"{checkpoint.path}: no tensor for {len(missing)} parameters: {', '.join(missing[:SHOWN_TENSORS])}"
-    if wrong:
-        more = [f"  ... and {len(wrong) - SHOWN_TENSORS} more"] if len(wrong) > SHOWN_TENSORS else []
-        yield "\n".join(
-            [f"{checkpoint.path}: {len(wrong)} tensors do not fit config.json", *wrong[:SHOWN_TENSORS], *more]
-        )
-
-
-def _container_problems(formats: Iterable[Format], checkpoint: Checkpoint, grids: Grids) -> Iterator[str]:
-    """Why a model cannot be written in the files of a format's own that were asked for."""
-    names = [site.name for site in grids.sites]
-    for target in formats:
-        if target.container is not None:
-            found = target.container.problems(checkpoint, names, [f"{name}.weight" for name in names])
-            yield from (f"{target.name}: {problem}" for problem in found)
-
-
-def _untunable(activations: ActivationSpec | None) -> Iterator[str]:
-    """What forbids tuning end to end, whatever the machine."""
-    if activations is not None:
-        yield (
-            "--tune-epochs follows gradients, and rounded activations have none; use --tune-epochs 0 with "
-            "--activation-bits"
-        )
-
-
-def _too_large_to_tune(streamed: StreamedModel) -> Iterator[str]:
-    """The model does not fit into memory whole, with what tuning needs."""
-    needed_bytes = TUNING_BYTES * sum(parameter.numel() for parameter in streamed.model.parameters())
-    available_bytes = memory_bytes(streamed.device)
-    if needed_bytes > available_bytes:
-        yield (
-            f"--tune-epochs needs the whole model, its gradients and activations in memory: about "
-            f"{needed_bytes / 1e9:.1f} GB of {available_bytes / 1e9:.1f} GB; use --tune-epochs 0"
-        )
 
 
 def choose_device(name: str) -> str:

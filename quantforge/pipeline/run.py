@@ -172,6 +172,7 @@ def fingerprint_of(recipe: Recipe, plan: Plan, calibration: CalibrationSet | Non
         "budget": recipe.budget_label,
         "candidate_bits": sorted({bits for unit in plan.units for bits in unit.bits}),
         "activation_bits": None if plan.activations is None else plan.activations.bits,
+        "kv_cache": recipe.kv_cache,
         "token_weights": recipe.token_weights if plan.needs_gram else "none",
         "sequential": recipe.sequential,
         "tune_epochs": recipe.tune_epochs,

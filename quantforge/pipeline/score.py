@@ -9,6 +9,7 @@ from quantforge.errors import UsageError
 from quantforge.evaluate.divergence import EvalResult, evaluate_windows
 from quantforge.evaluate.protocol import Windows, build_windows, load_dataset_rows, load_rows, parse_dataset
 from quantforge.model.activations import stored_activations
+from quantforge.model.kv_cache import stored_cache
 from quantforge.model.packed import open_any
 from quantforge.model.source import TensorSource
 from quantforge.model.streamed import StreamedModel, StreamedPass
@@ -38,7 +39,8 @@ def evaluate_checkpoint(
     """Score a float or quantized checkpoint by the classic protocol, and against `reference` when there is one.
 
     Quantized checkpoints are dequantized from their packed tensors; where their config quantizes activations too, the
-    inputs of those sites are rounded while the model runs, and the result says so. The tokenizer is the reference's
+    inputs of those sites are rounded while the model runs, and where it has scales for a cache, keys and values are
+    rounded through them; the result says so. The tokenizer is the reference's
     when there is one, so that both models see the same tokens.
 
     Memory: the hidden states of all windows, float32, once for each model; beside them, while layers run, the largest
@@ -73,6 +75,7 @@ def evaluate_checkpoint(
     def hidden_of(opened: TensorSource, label: str) -> StreamedPass:
         streamed = StreamedModel(opened, chosen, trust_remote_code=trust_remote_code)
         activations[label] = hooks.enter_context(stored_activations(streamed))  # until the logits are there
+        caches[label] = hooks.enter_context(stored_cache(streamed))
         _check_length(streamed, tokens)
         run = streamed.begin(tokens.tokens)
         streamed.drop_outer()  # the logits load it again
@@ -80,13 +83,14 @@ def evaluate_checkpoint(
         return run
 
     activations: dict[str, str | None] = {}
+    caches: dict[str, str | None] = {}
     with ExitStack() as hooks:
         reference_run = None if original is None else hidden_of(original, "reference")
         run = hidden_of(model, "model")
         result = evaluate_windows(tokens, run, reference_run, lambda done, total: progress("windows", done, total))
-    about = activations.get("reference")
-    notes = result.notes if about is None else (*result.notes, f"the reference has {about}")
-    return replace(result, activations=activations["model"], notes=notes)
+    abouts = [about for found in (activations, caches) if (about := found.get("reference")) is not None]
+    notes = (*result.notes, *(f"the reference has {about}" for about in abouts))
+    return replace(result, activations=activations["model"], kv_cache=caches["model"], notes=notes)
 
 
 def _part(

@@ -65,8 +65,32 @@ def cache_bytes(caches: list[LayerCache], context: int, batch: int, bits: int) -
     return sum(cache.bytes_for(context, batch, bits) for cache in caches)
 
 
+def caching_layers(config: Any) -> list[int]:
+    """Which layers keep keys and values of their own; none when it is a latent that they keep."""
+    attention = (FULL, *WINDOWED)
+    return [] if is_latent(config) else [i for i, kind in enumerate(_every_kind(config)) if kind in attention]
+
+
+def kv_heads(config: Any) -> int:
+    """Key and value heads; some configs say only that there is one (``multi_query``)."""
+    if getattr(config, "multi_query", False) is True and getattr(config, "new_decoder_architecture", False) is not True:
+        return 1
+    named = _number(config, "num_key_value_heads") or _number(config, "num_kv_heads")
+    return named or _number(config, "num_attention_heads")
+
+
+def is_latent(config: Any) -> bool:
+    """Whether attention keeps a compressed latent."""
+    return _number(config, "kv_lora_rank") > 0
+
+
 def _kinds(config: Any) -> Iterator[str]:
     """The kind of each layer that keeps a cache of its own, as transformers names it."""
+    return (kind for kind in _every_kind(config) if kind not in WITHOUT)
+
+
+def _every_kind(config: Any) -> Iterator[str]:
+    """The kind of each layer, without the last ones where these read the caches of layers before them."""
     count = _number(config, "num_hidden_layers")
     listed = next((list(v) for key in ("layer_types", "layers_block_type") if (v := getattr(config, key, None))), None)
     kinds = listed if listed is not None and len(listed) == count else None
@@ -75,8 +99,8 @@ def _kinds(config: Any) -> Iterator[str]:
     if kinds is None:
         windowed = _number(config, "sliding_window") and getattr(config, "use_sliding_window", True)
         kinds = ["sliding_attention" if windowed else FULL] * count
-    shared = _number(config, "num_kv_shared_layers")  # the last ones read the caches of layers before them
-    yield from (ATTENTION.get(kind, kind) for kind in kinds[: count - shared] if kind not in WITHOUT)
+    shared = _number(config, "num_kv_shared_layers")
+    yield from (ATTENTION.get(kind, kind) for kind in kinds[: count - shared])
 
 
 def _cache(kind: str, layers: int, config: Any, tensor_parallel: int) -> LayerCache:
@@ -91,21 +115,13 @@ def _cache(kind: str, layers: int, config: Any, tensor_parallel: int) -> LayerCa
         rotary = _number(config, "qk_rope_head_dim")
         return LayerCache(f"latent of {rank} + {rotary}{within}", layers, rank + rotary, window)
     queries = _number(config, "num_attention_heads")
-    heads = _kv_heads(config)
+    heads = kv_heads(config)
     head_dim = _number(config, "head_dim") or _number(config, "hidden_size") // max(1, queries)
     value_dim = _number(config, "v_head_dim") or head_dim
     own = -(-heads // tensor_parallel)
     split = f" ({own} on each device)" if tensor_parallel > 1 else ""
     size = f"{head_dim}" if value_dim == head_dim else f"{head_dim} and {value_dim}"
     return LayerCache(f"{heads} key-value heads of {size}{split}{within}", layers, own * (head_dim + value_dim), window)
-
-
-def _kv_heads(config: Any) -> int:
-    """Key and value heads; some configs say only that there is one (``multi_query``)."""
-    if getattr(config, "multi_query", False) is True and getattr(config, "new_decoder_architecture", False) is not True:
-        return 1
-    named = _number(config, "num_key_value_heads") or _number(config, "num_kv_heads")
-    return named or _number(config, "num_attention_heads")
 
 
 def _linear_state(config: Any) -> int:

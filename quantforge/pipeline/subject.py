@@ -29,6 +29,7 @@ def facts_of(plan: Plan, *, has_zero_zero: bool = False) -> CheckpointFacts:
         has_zero_zero=has_zero_zero,
         modules={site.name: site.module for site in plan.sites if site.module != site.name},
         activations=plan.activations,
+        kv_cache=plan.kv_cache,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 from quantforge.model.observe import InputGroup, observe, unobserved
 from quantforge.model.sites import LinearSite
 from quantforge.numerics.metrics import require_finite
+from quantforge.pipeline.cache import CalibratedCache
 from quantforge.pipeline.influence import TokenWeights, shared_weights
 from quantforge.pipeline.job import Job
 from quantforge.pipeline.solve import layer_report, solve_sites
@@ -85,11 +86,13 @@ def commit_layer(
     reports: Sequence[SiteReport],
     changed: Transformed | None,
     hidden: torch.Tensor | None,
+    cache: CalibratedCache | None = None,
 ) -> LayerReport:
     """Make a solved layer durable, with the next layer's input where there is one; returns its report."""
     folds, remarks, floats = (changed.reports, changed.warnings, changed.floats) if changed else ((), (), {})
-    solved = layer_report(index, reports, folds, remarks)
-    workspace.commit(index, quantized, solved, hidden, floats)
+    cache = cache or CalibratedCache()
+    solved = replace(layer_report(index, reports, folds, (*remarks, *cache.warnings)), cache=cache.reports)
+    workspace.commit(index, quantized, solved, hidden, floats, cache.scales)
     return solved
 
 

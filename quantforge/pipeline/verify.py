@@ -5,6 +5,7 @@ Nothing of the writing side is used here: files are opened with the safetensors 
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from quantforge.errors import SourceError, VerifyError
 from quantforge.model.activations import activation_spec
+from quantforge.model.kv_cache import cache_spec
 from quantforge.pipeline.contents import Contents
 from quantforge.pipeline.verify_gguf import check_gguf
 from quantforge.readers import Reader, load_reader
@@ -83,7 +85,8 @@ def _check_safetensors(files: _Files, quantization: dict[str, Any], contents: Co
     problems += [f"{name}: written, but not planned" for name in sorted(grouped.keys() - expected)]
     problems += [f"{name}: planned, but not written" for name in sorted(expected - grouped.keys())]
 
-    packed: set[str] = set()
+    packed = {key for parts in _cache_keys(reader, files).values() for key in parts.values()}
+    problems += _check_cache(files, reader, quantization, contents)
     for name in contents.shapes:
         if name in grouped:
             packed |= set(grouped[name].values())
@@ -132,6 +135,40 @@ def _check_site(
     elif not torch.equal(decoded.dequantize(), expected.dequantize()):
         problems.append(f"{name}: same codes, but different dequantized weights")
     return problems
+
+
+def _cache_keys(reader: Reader, files: _Files) -> dict[str, dict[str, str]]:
+    return {} if reader.cache is None else reader.cache.group_keys(files.where)
+
+
+def _check_cache(files: _Files, reader: Reader, quantization: dict[str, Any], contents: Contents) -> Iterator[str]:
+    """What is said of the cache, and the scales of every module that has one."""
+    found, expected = _cache_keys(reader, files), contents.cache_scales
+    yield from (
+        f"{name}: scales of a cache written, but not planned" for name in sorted(found.keys() - expected.keys())
+    )
+    yield from (
+        f"{name}: scales of a cache planned, but not written" for name in sorted(expected.keys() - found.keys())
+    )
+    if reader.cache is None:
+        if contents.kv_cache is not None:
+            yield f"config says nothing of a cache, planned were {contents.kv_cache.label()}"
+        return
+    try:
+        scheme = reader.cache.scheme(quantization)
+        described = None if scheme is None else cache_spec(scheme)
+        if described != contents.kv_cache:
+            yield f"config says {described} of the cache, planned was {contents.kv_cache}"
+        if scheme is None:
+            return
+        for name in sorted(expected.keys() & found.keys()):
+            tensors = {suffix: files.tensor(key) for suffix, key in found[name].items()}
+            wanted = (expected[name].k, expected[name].v)
+            for scale, own in zip(reader.cache.decode(tensors, scheme, name), wanted, strict=True):
+                if not _same_bytes(scale, own):
+                    yield f"{name}: scales of its cache are {scale.tolist()}, calibrated were {own.tolist()}"
+    except SourceError as error:
+        yield str(error)
 
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:

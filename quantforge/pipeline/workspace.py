@@ -1,8 +1,9 @@
 """Finished layers on disk, so that a run that dies can be carried on by giving the same command again.
 
 Layout of the directory: ``fingerprint.json``, ``lock``, ``layer-00012.safetensors`` (codes, scales, zeros, and under
-``float:<key>`` tensors that a transform changed; the grid of each site is in the metadata), ``layer-00012.json`` (its
-report; its presence means that the layer is done), ``hidden-00013.safetensors`` (the input of the next layer),
+``float:<key>`` tensors that a transform changed, under ``cache:<module>`` scales of a cache; the grid of each site is
+in the metadata), ``layer-00012.json`` (its report; its presence means that the layer is done),
+``hidden-00013.safetensors`` (the input of the next layer),
 ``allocation.json`` (the bits chosen for a budget), ``token-weights.safetensors``, ``sampled-tokens.safetensors`` (and
 in its metadata what they were sampled for), ``tuning.safetensors`` (unfinished) and ``tuned.safetensors`` (scales, and
 under ``float:<key>`` gains). Each file is written under a temporary name, flushed to the disk and renamed; the report
@@ -26,7 +27,7 @@ from safetensors.torch import save
 from quantforge.errors import QuantforgeError, WorkspaceError
 from quantforge.numerics.bits import pack_codes, unpack_codes
 from quantforge.pipeline.files import write_atomically
-from quantforge.quantized import QuantizedWeight
+from quantforge.quantized import CacheScales, QuantizedWeight
 from quantforge.report import Allocation, LayerReport, TuneReport
 from quantforge.spec import QuantSpec
 
@@ -40,7 +41,7 @@ SCRATCH = "scratch"
 FIRST_FILES = {"lock", FINGERPRINT_FILE, f"{FINGERPRINT_FILE}.tmp"}
 """All that a run has written when it is killed before its first layer."""
 
-FLOAT = "float:"
+FLOAT, CACHE = "float:", "cache:"
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,12 +123,16 @@ class Workspace:
         report: LayerReport,
         hidden: torch.Tensor | None,
         floats: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        cache: Mapping[str, CacheScales] = MappingProxyType({}),
     ) -> None:
         """Make one layer durable: tensors, then the next layer's input, then the report.
 
-        `floats` are tensors that are not quantized but differ from the source's, by checkpoint key.
+        `floats` are tensors that are not quantized but differ from the source's, by checkpoint key; `cache` are scales
+        of what attention modules cache, by their names in the checkpoint.
         """
         tensors = {f"{FLOAT}{key}": tensor.contiguous() for key, tensor in floats.items()}
+        for module, scales in cache.items():
+            tensors |= {f"{CACHE}{module}.k": scales.k.contiguous(), f"{CACHE}{module}.v": scales.v.contiguous()}
         for name, weight in weights.items():
             tensors[f"{name}.codes"] = pack_codes(weight.codes.cpu(), weight.spec.bits, 1)
             tensors[f"{name}.scale"] = weight.scale.cpu().contiguous()
@@ -259,6 +264,16 @@ class Workspace:
         with self._tensors(file) as tensors:
             tensor: torch.Tensor = tensors.get_tensor(f"{FLOAT}{key}").clone()
             return tensor
+
+    def cache_scales(self) -> dict[str, CacheScales]:
+        """Scales of what the committed layers cache, by attention module."""
+        found: dict[str, CacheScales] = {}
+        for layer in range(self.done()):
+            with self._tensors(self._layer_file(layer)) as tensors:
+                for key in [key for key in tensors.keys() if key.startswith(CACHE) and key.endswith(".k")]:  # noqa: SIM118
+                    k, v = (tensors.get_tensor(f"{key[:-1]}{part}").clone() for part in "kv")
+                    found[key.removeprefix(CACHE)[:-2]] = CacheScales(k, v)
+        return found
 
     def hidden(self, layer: int) -> torch.Tensor:
         """The committed input of a layer, in freshly allocated (aligned) memory so that results do not change."""

@@ -32,12 +32,13 @@ SIDE_DIRECTORIES = ("additional_chat_templates",)
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor to write: one of those that encode `site`, or with None the source's tensor of that name."""
+    """A tensor to write: one of those that encode `site`, else `value`, with neither the source's of that name."""
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     site: str | None
+    value: torch.Tensor | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -132,6 +133,10 @@ def _entries(contents: Contents, chosen: Format, facts: CheckpointFacts) -> list
             encoded = chosen.encode(name, contents.weight(name), facts)
             layouts[shape] = [(key[len(name) :], DTYPE_NAMES[t.dtype], tuple(t.shape)) for key, t in encoded.items()]
         entries += [_Entry(name + suffix, dtype, dims, name) for suffix, dtype, dims in layouts[shape]]
+    for name, scales in contents.cache_scales.items():
+        assert chosen.encode_cache is not None and contents.kv_cache is not None, "such formats are refused"
+        for key, value in chosen.encode_cache(name, scales, contents.kv_cache).items():
+            entries.append(_Entry(key, DTYPE_NAMES[value.dtype], tuple(value.shape), None, value))
     seen: set[str] = set()
     for entry in entries:
         if entry.key in seen:
@@ -181,6 +186,8 @@ def _write_shard(
                 if entry.key not in encoded:
                     encoded = chosen.encode(entry.site, contents.weight(entry.site), facts)
                 _write_tensor(handle, entry, encoded[entry.key])
+            elif entry.value is not None:
+                _write_tensor(handle, entry, entry.value)
             elif entry.key in contents.changed:
                 _write_tensor(handle, entry, contents.tensor(entry.key))
             else:

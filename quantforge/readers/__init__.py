@@ -41,7 +41,7 @@ class DecodedWeight:
 
 @dataclass(frozen=True)
 class ActivationScheme:
-    """What a config says about the inputs of a site, in the words of compressed-tensors."""
+    """What a config says about the inputs of a site, or about the cache, in the words of compressed-tensors."""
 
     bits: int
     kind: str
@@ -49,9 +49,9 @@ class ActivationScheme:
     dynamic: bool
     symmetric: bool
 
-    def label(self) -> str:
+    def label(self, what: str = "activations") -> str:
         when, zero = "dynamic" if self.dynamic else "static", "symmetric" if self.symmetric else "asymmetric"
-        return f"{self.bits}-bit {self.kind} activations, per {self.strategy}, {when}, {zero}"
+        return f"{self.bits}-bit {self.kind} {what}, per {self.strategy}, {when}, {zero}"
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,23 @@ class Scheme:
 
 
 @dataclass(frozen=True)
+class CacheReader:
+    """The reading side of scales for a cache of keys and values.
+
+    Attributes:
+        scheme: quantization_config -> what it says of the cache; None when it says nothing, SourceError when what it
+            says is no settings.
+        group_keys: checkpoint keys -> {module: {suffix: key}} for every attention module that has scales.
+        decode: ({suffix: tensor}, scheme, module) -> scales of keys and of values, as they are stored, [1] or [heads];
+            SourceError naming the module when one is missing, not finite, not positive, or not of the scheme's shape.
+    """
+
+    scheme: Callable[[Mapping[str, Any]], ActivationScheme | None]
+    group_keys: Callable[[Iterable[str]], dict[str, dict[str, str]]]
+    decode: Callable[[Mapping[str, torch.Tensor], ActivationScheme, str], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
 class Reader:
     """The reading side of one quant_method.
 
@@ -84,12 +101,14 @@ class Reader:
         scheme: (quantization_config, site name) -> Scheme; SourceError naming the key when the config is invalid.
         decode: ({suffix: tensor}, Scheme, site name) -> DecodedWeight; SourceError naming the site and the numbers on
             any wrong shape, dtype or missing tensor.
+        cache: reads the scales of a cache; None for formats that have none.
     """
 
     quant_method: str
     group_keys: Callable[[Iterable[str]], dict[str, dict[str, str]]]
     scheme: Callable[[Mapping[str, Any], str], Scheme]
     decode: Callable[[Mapping[str, torch.Tensor], Scheme, str], DecodedWeight]
+    cache: CacheReader | None = None
 
 
 def reader_names() -> list[str]:

@@ -3,6 +3,9 @@
 ``pack-quantized`` (1 to 8 bits, dense stream) and ``int-quantized`` (int8 weights). A config group targets sites by
 exact name, by ``re:`` pattern or by class name (``Linear``); of several groups that do,
 an exact name beats a pattern, and a pattern beats a class.
+
+Scales of the cache (``kv_cache_scheme``) are ``k_scale`` and ``v_scale`` of each attention module: one number each
+(strategy ``tensor``), or one for each key-value head, [heads, 1, 1] (``attn_head``).
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,7 +15,7 @@ from typing import Any
 import torch
 
 from quantforge.errors import SourceError
-from quantforge.readers import ActivationScheme, DecodedWeight, Reader, Scheme
+from quantforge.readers import ActivationScheme, CacheReader, DecodedWeight, Reader, Scheme
 from quantforge.readers.gptq import (
     FLOATS,
     expect,
@@ -28,6 +31,7 @@ from quantforge.readers.gptq import (
 PACKED = "pack-quantized"
 UNPACKED = ("int-quantized", "naive-quantized")
 SUFFIXES = ("weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight")
+CACHED = ("k_scale", "v_scale", "k_zero_point", "v_zero_point")
 ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 
 
@@ -103,17 +107,21 @@ def _activations(group: Mapping[str, Any], name: str) -> ActivationScheme | None
     where = f"quantization_config, config_groups.{name}:"
     if group.get("output_activations") is not None:
         raise SourceError(f"{where} output_activations are set; quantized outputs cannot be read")
-    inputs = group.get("input_activations")
-    if inputs is None:
+    return _scheme_of(group.get("input_activations"), f"{where} input_activations")
+
+
+def _scheme_of(settings: Any, where: str) -> ActivationScheme | None:
+    """Settings of activations, with the library's defaults; None when there are none."""
+    if settings is None:
         return None
-    if not isinstance(inputs, Mapping) or type(inputs.get("num_bits", 8)) is not int:
-        raise SourceError(f"{where} input_activations is {inputs!r}; expected settings with a number of bits")
+    if not isinstance(settings, Mapping) or type(settings.get("num_bits", 8)) is not int:
+        raise SourceError(f"{where} is {settings!r}; expected settings with a number of bits")
     return ActivationScheme(
-        bits=inputs.get("num_bits", 8),
-        kind=str(inputs.get("type", "int")),
-        strategy=str(inputs.get("strategy") or "tensor"),
-        dynamic=inputs.get("dynamic", False) is True,
-        symmetric=inputs.get("symmetric", True) is True,
+        bits=settings.get("num_bits", 8),
+        kind=str(settings.get("type", "int")),
+        strategy=str(settings.get("strategy") or "tensor"),
+        dynamic=bool(settings.get("dynamic", False)),
+        symmetric=settings.get("symmetric", True) is True,
     )
 
 
@@ -197,4 +205,47 @@ def _zero(
     return zero
 
 
-READER = Reader(quant_method="compressed-tensors", group_keys=group_keys, scheme=scheme, decode=decode)
+# ------------------------------------------------------------------------------------------------ cache
+
+
+def cache_scheme(config: Mapping[str, Any]) -> ActivationScheme | None:
+    """``kv_cache_scheme``: how keys and values are kept."""
+    return _scheme_of(config.get("kv_cache_scheme"), "quantization_config: kv_cache_scheme")
+
+
+def cache_keys(keys: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Attention modules are the prefixes that carry ``k_scale`` or ``v_scale``."""
+    return sites_with(keys, CACHED, CACHED[:2])
+
+
+def decode_cache(
+    tensors: Mapping[str, torch.Tensor], scheme: ActivationScheme, module: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``x ~ q * scale`` of keys and values; see `CacheReader.decode`. Scales are [], [1], [heads] or [heads, 1, 1]."""
+    found = []
+    for suffix in CACHED[:2]:
+        scale = tensors.get(suffix)
+        if scale is None:
+            raise SourceError(f"{module}: {suffix} is missing; present: {', '.join(sorted(tensors))}", "missing")
+        shape = list(scale.shape)
+        per_head = scheme.strategy == "attn_head"
+        if scale.dtype not in FLOATS or scale.numel() != max(shape, default=1) or not (per_head or scale.numel() == 1):
+            wanted = "[heads, 1, 1]" if per_head else "[1]"
+            raise SourceError(f"{module}: {suffix} is {scale.dtype} {shape}; expected floats {wanted}", "shape")
+        finite(scale, suffix, module)
+        if not bool((scale > 0).all()):
+            raise SourceError(f"{module}: {suffix} holds {float(scale.min()):.3g}; scales are positive", "zero-scale")
+        zero = tensors.get(f"{suffix[0]}_zero_point")
+        if scheme.symmetric and zero is not None and bool((zero != 0).any()):
+            raise SourceError(f"{module}: kv_cache_scheme is symmetric, and {suffix[0]}_zero_point is not 0", "zeros")
+        found.append(scale.reshape(-1))
+    return found[0], found[1]
+
+
+READER = Reader(
+    quant_method="compressed-tensors",
+    group_keys=group_keys,
+    scheme=scheme,
+    decode=decode,
+    cache=CacheReader(cache_scheme, cache_keys, decode_cache),
+)

@@ -10,15 +10,15 @@ from pathlib import Path
 from quantforge.contracts import Subject, Verdict, contract_names, load_contract
 from quantforge.errors import SourceError, UsageError
 from quantforge.model.gguf_file import GgufCheckpoint
-from quantforge.model.packed import PackedCheckpoint, quantization_config
+from quantforge.model.packed import quantization_config
 from quantforge.model.source import Checkpoint, open_checkpoint, resolve_model
 from quantforge.pipeline.examine.config import Quantization, check_side_configs, check_side_files, find_quantization
 from quantforge.pipeline.examine.files import Files, check_manifest, read_files
 from quantforge.pipeline.examine.findings import Examination, Finding, error
 from quantforge.pipeline.examine.gguf import check_values, open_gguf_of
-from quantforge.pipeline.examine.model import check_model
+from quantforge.pipeline.examine.model import check_model, seen_as_float
 from quantforge.pipeline.examine.reference import Comparison
-from quantforge.pipeline.examine.sites import Site, check_floats, check_fused, check_version, read_sites
+from quantforge.pipeline.examine.sites import Site, check_cache, check_floats, check_fused, check_version, read_sites
 from quantforge.pipeline.subject import checkpoint_subject, float_subject, gguf_subject
 from quantforge.readers import DecodedWeight, Scheme
 
@@ -57,7 +57,9 @@ def examine(
     quantization, unsettled = find_quantization(files)
     findings += [*changed, *unsettled, *check_side_configs(files, quantization.settings), *check_side_files(files)]
     sites, faults = read_sites(files, quantization, _nothing if comparison is None else comparison.site)
-    packed = {key for parts in quantization.sites.values() for key in parts.values()}
+    scales, faulty = check_cache(files, quantization)
+    packed = {key for parts in quantization.sites.values() for key in parts.values()} | scales
+    findings += faulty
     findings += [*faults, *check_floats(files.checkpoint, packed), *check_fused(files.checkpoint, sites)]
     versions, more = check_version(quantization, sites)
     notes += more
@@ -118,8 +120,6 @@ def _subject(
             return float_subject(files.checkpoint, tensor_parallel)
         if quantization.reader is None or not sites or len(sites) < len(quantization.sites):
             return None
-        schemes = {name: site.scheme for name, site in sites.items()}
-        source = PackedCheckpoint(files.checkpoint, quantization.reader, quantization.sites, schemes)
-        return checkpoint_subject(source, tensor_parallel)
+        return checkpoint_subject(seen_as_float(files, quantization, sites), tensor_parallel)
     except SourceError:
         return None  # what could not be read is among the findings

@@ -4,11 +4,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from quantforge.errors import SourceError
-from quantforge.model.packed import PackedCheckpoint
+from quantforge.model.packed import PackedCheckpoint, packed_checkpoint
 from quantforge.model.shards import DTYPES
 from quantforge.model.sites import output_head
 from quantforge.model.skeleton import KeyMap, build_skeleton, find_stack, is_conv1d, map_keys
@@ -17,6 +18,7 @@ from quantforge.pipeline.examine.config import Quantization
 from quantforge.pipeline.examine.files import Files
 from quantforge.pipeline.examine.findings import Finding, error, listed, same_bytes, warning
 from quantforge.pipeline.examine.sites import Site
+from quantforge.pipeline.serving import caching_layers
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,7 @@ def check_model(
     """Parameters without a tensor, tensors without a parameter, shapes, layers, ties, ignored modules."""
     source: TensorSource = files.checkpoint
     if quantization.reader is not None and quantization.sites:
-        schemes = {name: site.scheme for name, site in sites.items()}
-        source = PackedCheckpoint(files.checkpoint, quantization.reader, quantization.sites, schemes)
+        source = seen_as_float(files, quantization, sites)
     try:
         model = build_skeleton(files.path, trust_remote_code=trust_remote_code, tensors=len(source.keys()))
         stack, layers = find_stack(model)
@@ -62,7 +63,18 @@ def check_model(
     findings = [*_misfits(described), *_missing(described), *_unused(described), *_ties(described)]
     if quantization.reader is not None and quantization.settings is not None and files.whole:
         findings += _unlisted(described, quantization)
-    return findings
+    return [*findings, *_cache(described)]
+
+
+def seen_as_float(files: Files, quantization: Quantization, sites: Mapping[str, Site]) -> PackedCheckpoint:
+    """The checkpoint as far as it could be read; what its config says of a cache only where that can be meant."""
+    assert quantization.reader is not None and quantization.settings is not None
+    schemes = {name: site.scheme for name, site in sites.items()}
+    parts = (files.checkpoint, quantization.reader, quantization.sites, schemes)
+    try:
+        return packed_checkpoint(*parts, quantization.settings)
+    except SourceError:  # a finding already
+        return PackedCheckpoint(*parts)
 
 
 def _misfits(described: Described) -> Iterator[Finding]:
@@ -181,6 +193,20 @@ def _unlisted(described: Described, quantization: Quantization) -> Iterator[Find
             yield error("unlisted", key, f"{text}: loaders look for packed tensors; add it to ignore")
         else:
             yield warning("unlisted", key, f"{text}: some loaders look for packed tensors; add a rule to dynamic")
+
+
+def _cache(described: Described) -> Iterator[Finding]:
+    """Layers without the scales that a static kv_cache_scheme is about."""
+    source = described.source
+    scheme = source.cache_scheme if isinstance(source, PackedCheckpoint) else None
+    if not isinstance(source, PackedCheckpoint) or scheme is None or scheme.dynamic:
+        return
+    config: Any = described.model.config
+    present = {_stored_layer(f"{name}.", described) for name in source.cache}
+    lacking = [layer for layer in caching_layers(config.get_text_config()) if layer not in present]
+    if lacking:
+        text = f"kv_cache_scheme is static, and there is no k_scale of layer {listed(map(str, lacking))}"
+        yield error("cache-scale", f"{described.stored_prefix}{lacking[0]}", f"{text}: servers would take 1 for it")
 
 
 def _layer_of(name: str, described: Described) -> int | None:

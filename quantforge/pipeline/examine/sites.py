@@ -87,6 +87,30 @@ def _order(name: str, decoded: DecodedWeight, quantization: Quantization) -> Ite
         )
 
 
+def check_cache(files: Files, quantization: Quantization) -> tuple[set[str], list[Finding]]:
+    """Keys of the scales of a cache that the config asks for, and what is wrong with them or with what it says."""
+    reader, settings = quantization.reader, quantization.settings
+    if reader is None or reader.cache is None or settings is None:
+        return set(), []
+    cached = reader.cache.group_keys(files.checkpoint.keys())
+    try:
+        scheme = reader.cache.scheme(settings)
+    except SourceError as fault:
+        return set(), [error("quant-config", "config.json", str(fault))]
+    if scheme is None:
+        return set(), [
+            warning("cache-scheme", name, f"{name} has scales of a cache, and no kv_cache_scheme says what they mean")
+            for name in cached
+        ]
+    findings = []
+    for name, parts in cached.items():
+        try:
+            reader.cache.decode({s: files.checkpoint.read(key) for s, key in parts.items()}, scheme, name)
+        except SourceError as fault:
+            findings.append(refused(fault, name))
+    return {key for parts in cached.values() for key in parts.values()}, findings
+
+
 def check_floats(checkpoint: Checkpoint, packed: set[str]) -> Iterator[Finding]:
     """NaN and infinities in tensors that are not packed (a reader looks at the scales of those that are)."""
     for key, info in checkpoint.tensors.items():
