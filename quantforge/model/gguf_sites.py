@@ -7,9 +7,8 @@ model's own dtype back where it holds every value exactly.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
@@ -43,7 +42,7 @@ class GgufSites:
     tensors: dict[str, TensorInfo]
     sites: dict[str, dict[str, str]]
     schemes: dict[str, Scheme]
-    cache: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    cache: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     cache_scheme: None = None
 
     @property
