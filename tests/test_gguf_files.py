@@ -23,7 +23,7 @@ from quantforge.pipeline.run import quantize
 from quantforge.pipeline.score import evaluate_checkpoint
 from quantforge.pipeline.verify import verify_checkpoint
 from quantforge.pipeline.writer import write_checkpoint
-from quantforge.quantized import SCALE_DTYPES, QuantizedWeight
+from quantforge.quantized import SCALE_DTYPES, CacheScales, QuantizedWeight
 from quantforge.recipe import Recipe
 from quantforge.spec import QuantSpec
 
@@ -41,6 +41,8 @@ class Made:
         self.shapes = {name: SiteShape(name, *tensors[f"{name}.weight"].shape) for name in names}
         self.specs = {name: specs(name) for name in names}
         self.activations = None
+        self.kv_cache = None
+        self.cache_scales: Mapping[str, CacheScales] = {}
         self.packed = {f"{name}.weight": name for name in names}
         self.changed: frozenset[str] = frozenset()
         self.unused: frozenset[str] = frozenset()
