@@ -30,6 +30,8 @@ from safetensors.torch import save_file
 
 from quantforge.evaluate.divergence import EvalResult, evaluate_windows
 from quantforge.evaluate.protocol import build_windows, load_rows
+from quantforge.model.activations import stored_activations
+from quantforge.model.kv_cache import stored_cache
 from quantforge.model.packed import open_any
 from quantforge.model.streamed import StreamedModel, StreamedPass
 from quantforge.model.tokenizer import load_tokenizer
@@ -85,8 +87,11 @@ def arguments() -> argparse.Namespace:
 
 
 def hidden_states(model: str, tokens: torch.Tensor) -> StreamedPass:
-    run = StreamedModel(open_any(model)).begin(tokens)
-    run.run_all()
+    """What goes into the head, with activations and caches rounded where the checkpoint says so."""
+    streamed = StreamedModel(open_any(model))
+    with stored_activations(streamed), stored_cache(streamed):
+        run = streamed.begin(tokens)
+        run.run_all()
     return run
 
 

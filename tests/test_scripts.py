@@ -12,6 +12,11 @@ import pytest
 import torch
 
 from quantforge.calibration import CalibrationSet
+from quantforge.evaluate.divergence import evaluate_windows
+from quantforge.evaluate.protocol import build_windows, load_rows
+from quantforge.model.tokenizer import load_tokenizer
+from quantforge.pipeline.score import evaluate_checkpoint
+from tests.test_pipeline import finish, recipe_for
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
@@ -22,6 +27,20 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_quality_job_scores_what_eval_scores_with_activations_rounded(
+    tiny_llama: Path, text: Path, tmp_path: Path
+) -> None:
+    job, out = script("quality"), tmp_path / "out"
+    finish(recipe_for(tiny_llama, out, text, method="rtn", bits=8, group_size=-1, activation_bits=8))
+    tokenizer = load_tokenizer(tiny_llama)
+    windows = build_windows(load_rows(text), tokenizer, source=text.name, window=64, windows=4)
+    original = job.hidden_states(str(tiny_llama), windows.tokens)
+    row = job.score(evaluate_windows(windows, job.hidden_states(str(out), windows.tokens), original))
+    told = evaluate_checkpoint(str(out), reference=str(tiny_llama), text=str(text), window=64, windows=4)
+    assert told.activations is not None and told.divergence is not None
+    assert row["kl"] == told.divergence.kl and row["ppl"] == told.ppl
 
 
 def test_the_quality_job_removes_the_checkpoints_it_made_and_no_other(
