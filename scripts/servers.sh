@@ -125,7 +125,10 @@ run_vllm() {
     local name
     cell vllm_server original --python "$SERVER"
     for name in w4-sym-g64/compressed-tensors w4-asym-g64/compressed-tensors w4-sym-g32/compressed-tensors \
-        w4-sym-g64/gptq w4-sym-g64/gptq-v2 w4-sym-g64/awq w4-asym-g64/awq w8a8 \
+        w4-sym-g64/gptq w4-sym-g64/gptq-v2 w4-sym-g64/awq w4-asym-g64/awq; do
+        cell vllm_server "$name" --python "$SERVER" --dtype float16
+    done
+    for name in w4-sym-g64/compressed-tensors w4-asym-g64/compressed-tensors w8a8 \
         w4-asym-g64/gptq w4-asym-g64/gptq-v2 w8-sym-g64/gptq w8-asym-g64/gptq w8-sym-g64/compressed-tensors \
         w8-asym-g64/compressed-tensors mixed/compressed-tensors mixed/gptq; do
         cell vllm_server "$name" --python "$SERVER"

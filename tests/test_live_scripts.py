@@ -113,7 +113,7 @@ FAKE = """
 import http.server, json, os, sys
 if len(sys.argv) < 3 or sys.argv[2] != "vllm.entrypoints.openai.api_server":
     sys.exit("not a call of the server")
-assert "PYTHONPATH" not in os.environ
+assert "PYTHONPATH" not in os.environ and os.environ.get("OWN", "1") == "1"
 print(os.getpid(), flush=True)
 if MODE == "dies":
     sys.exit("ValueError: bits=3 is not for me")
@@ -161,7 +161,7 @@ def test_the_server_answers_over_http_and_is_gone_afterwards(
 ) -> None:
     server, log = script("vllm_server"), tmp_path / "log"
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with server.serving(fake_python(tmp_path, "answers"), tmp_path, "bfloat16", 1, 60, log) as address:
+    with server.serving(fake_python(tmp_path, "answers"), tmp_path, "bfloat16", 1, 60, log, {"OWN": "1"}) as address:
         answer = server.complete(address, "x", 2, 60)
         assert not is_gone(log)
     assert answer == script("live").Answer([1, 2], [9, 7], [-0.5, -1.5], {9: -0.5, 8: -2.0})
@@ -173,7 +173,7 @@ def test_a_server_that_breaks_or_an_error_of_ours_leaves_no_process(script: Any,
     python = fake_python(tmp_path, "breaks")
     with (
         pytest.raises(server.Failed, match=r"/v1/completions: HTTP Error 500.*kernel"),
-        server.serving(python, tmp_path, "bfloat16", 1, 60, log) as address,
+        server.serving(python, tmp_path, "bfloat16", 1, 60, log, {"OWN": "1"}) as address,
     ):
         server.complete(address, "x", 2, 60)
     assert is_gone(log)

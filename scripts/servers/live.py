@@ -193,7 +193,7 @@ def versions(python: str | Path, names: Sequence[str]) -> dict[str, str]:
 
 def reason(log: str, wrappers: Sequence[str] = ()) -> str:
     """The error that a log ends in: its last exception with the lines it goes on for, `wrappers` passed over."""
-    lines = [re.sub(r"^\([^)]*\) *(?:ERROR \S+ \S+ \[[^\]]*\] *)?", "", line) for line in log.splitlines()]
+    lines = [re.sub(r"^\([^)]*\) ?(?:ERROR \S+ \S+ \[[^\]]*\] ?)?", "", line) for line in log.splitlines()]
     starts = [n for n, line in enumerate(lines) if re.match(r"[\w.]*(?:Error|Exception|Interrupt)\b", line)]
     chosen = [n for n in starts if not any(text in lines[n] for text in wrappers)] or starts
     if not chosen:

