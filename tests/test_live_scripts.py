@@ -105,6 +105,7 @@ def test_the_reason_is_the_last_error_that_reports_no_other(script: Any) -> None
     )
     assert live.reason(log, server.WRAPPERS) == "pydantic.ValidationError: 1 error Value error, bits=3"
     assert live.reason("nothing\nto see") == "nothing\nto see"
+    assert live.reason("OSError: /some/where/model.gguf is /v1 or a/b") == "OSError: model.gguf is /v1 or a/b"
 
 
 # ------------------------------------------------------------------------------------------------ starting and stopping

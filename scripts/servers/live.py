@@ -10,7 +10,9 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -191,15 +193,24 @@ def versions(python: str | Path, names: Sequence[str]) -> dict[str, str]:
     return {name: found[name] for name in names if name in found}
 
 
+def leave_with_children() -> None:
+    """From now on SIGTERM ends this script like an error, so that what it started is ended too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
 def reason(log: str, wrappers: Sequence[str] = ()) -> str:
-    """The error that a log ends in: its last exception with the lines it goes on for, `wrappers` passed over."""
+    """The error that a log ends in: its last exception with the lines it goes on for, without folders.
+
+    Exceptions that hold one of the `wrappers` are passed over, unless there are no others.
+    """
     lines = [re.sub(r"^\([^)]*\) ?(?:ERROR \S+ \S+ \[[^\]]*\] ?)?", "", line) for line in log.splitlines()]
     starts = [n for n, line in enumerate(lines) if re.match(r"[\w.]*(?:Error|Exception|Interrupt)\b", line)]
     chosen = [n for n in starts if not any(text in lines[n] for text in wrappers)] or starts
     if not chosen:
         return "\n".join(lines[-15:])
     end = next((n for n in range(chosen[-1] + 1, len(lines)) if not lines[n].startswith(" ")), len(lines))
-    return " ".join(" ".join(lines[chosen[-1] : end]).split())[:600]
+    text = " ".join(" ".join(lines[chosen[-1] : end]).split())[:600]
+    return re.sub(r"(?:/[\w.+-]+){2,}/", "", text)  # where files were is of no interest
 
 
 def finish(row: Row, file: Path | None) -> int:

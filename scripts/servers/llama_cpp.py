@@ -22,7 +22,7 @@ from typing import Any
 
 import gguf
 import numpy as np
-from live import APART, PROMPTS, REFUSED, Answer, Row, compared, cpu, describe, finish, reason
+from live import APART, PROMPTS, REFUSED, Answer, Row, compared, cpu, describe, finish, leave_with_children, reason
 
 from quantforge.model.gguf_file import gguf_files
 from quantforge.model.tokenizer import load_tokenizer
@@ -101,6 +101,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    leave_with_children()
     install(asked.node)
     [file] = gguf_files(asked.export)
     plain = float_copy(file, asked.node / "float32.gguf")

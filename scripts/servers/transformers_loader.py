@@ -17,7 +17,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from live import APART, PROMPTS, REFUSED, Answer, Row, compared, cpu, describe, finish, reason, versions
+from live import (
+    APART,
+    PROMPTS,
+    REFUSED,
+    Answer,
+    Row,
+    compared,
+    cpu,
+    describe,
+    finish,
+    leave_with_children,
+    reason,
+    versions,
+)
 
 from quantforge.model.gguf_file import gguf_files
 from quantforge.model.tokenizer import load_tokenizer
@@ -57,6 +70,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
+    leave_with_children()
     about = describe(asked.export)
     kind = "gguf" if about["format"] == "gguf" else "dequantize" if asked.dequantize else "default"
     way = f"gguf:{gguf_files(asked.export)[0].name}" if kind == "gguf" else kind

