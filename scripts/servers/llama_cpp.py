@@ -1,15 +1,14 @@
-"""Compare llama.cpp on one of our GGUF exports with the same dequantized weights in transformers.
+"""Compare llama.cpp on one of our GGUF exports with our own reading of the file.
 
-    python scripts/servers/llama_cpp.py EXPORT [--model ORIGINAL] [--node DIRECTORY] [--prompt TEXT] [--count 24]
+    python scripts/servers/llama_cpp.py EXPORT [--model ORIGINAL] [--node DIRECTORY] [--json FILE] [--count 24]
 
-Needs Python with quantforge[gguf], and node and npm. llama.cpp comes as built binaries in the npm package
-node-llama-cpp, which is installed into DIRECTORY the first time. llama.cpp tokenizes the prompt and continues it
-greedily; the tokens that it chose are then scored in transformers, in float32, on the weights that we read from the
-file. Twice: with the file as it is, where llama.cpp rounds activations to 8 bits before each product with blocks, so
-that probabilities are near at best; and with a copy whose tensors are all float32, where nothing is rounded, so that
-names, order of rows, hyperparameters and vocabulary must give the same to a hundredth of a nat. With --model the
-original is asked, too, which shows what other weights look like. Exit status 1: other ids of the prompt, a mean
-difference above 0.3 nats with blocks, or one above 0.01 anywhere with the float32 copy.
+Needs Python with quantforge[gguf], and node and npm. llama.cpp comes as built binaries in the npm package node-llama-
+cpp, which is installed into DIRECTORY the first time. llama.cpp tokenizes the prompts of live.py and continues them
+greedily; the tokens that it chose are then scored in float32 on the weights that we read from the file. Twice: with the
+file as it is, where llama.cpp rounds activations to 8 bits before each product with blocks, so that probabilities are
+near at best (apart above a mean of 0.3 nats); and with a copy whose tensors are all float32, where nothing is rounded,
+so that names, order of rows, hyperparameters and vocabulary must give the same to a hundredth of a nat. With --model
+the original is asked, too, which shows what other weights look like.
 """
 
 import argparse
@@ -23,16 +22,13 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from live import APART, PROMPTS, REFUSED, Answer, Row, compared, cpu, describe, finish, leave_with_children, reason
 
-from quantforge.model.gguf_file import gguf_files, open_gguf
-from quantforge.model.source import TensorSource, open_checkpoint
+from quantforge.model.gguf_file import gguf_files
 from quantforge.model.tokenizer import load_tokenizer
 
 PACKAGE = "node-llama-cpp@3.22.1"
-MEAN_LIMIT = 0.3
-FLOAT_LIMIT = 0.01
+LIMITS = {"blocks": 0.3, "float32 copy": 0.01}
 
 
 def install(node: Path) -> None:
@@ -63,43 +59,37 @@ def float_copy(file: Path, target: Path) -> Path:
     return target
 
 
-def continued(node: Path, file: Path, prompt: str, count: int, threads: int) -> dict[str, Any]:
-    """What llama.cpp writes after `prompt`."""
+def continued(node: Path, file: Path, count: int, threads: int) -> tuple[dict[str, Any] | None, str]:
+    """What llama.cpp writes after the prompts, or None and its error."""
     script = Path(__file__).with_suffix(".mjs").resolve()
-    command = ["node", str(script), str(file.resolve()), prompt, str(count), str(threads)]
-    ran = subprocess.run(command, cwd=node, check=True, stdout=subprocess.PIPE, text=True)
+    command = ["node", str(script), str(file.resolve()), json.dumps(PROMPTS), str(count), str(threads)]
+    ran = subprocess.run(command, cwd=node, capture_output=True, text=True)
+    if ran.returncode:
+        return None, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
-    return found
+    return found, ""
 
 
-def model_of(source: TensorSource) -> Any:
-    """A transformers model in float32 with the weights of `source`."""
-    config = AutoConfig.from_pretrained(source.path)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    state = {key: source.read(key).float() for key in source.keys()}  # noqa: SIM118
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert set(missing) <= {"lm_head.weight"} and not unexpected, (missing, unexpected)
-    model.tie_weights()
-    return model
+def answer_of(found: dict[str, Any]) -> Answer:
+    first = {token: math.log(share) for token, share in found["first"]}
+    return Answer(found["prompt"], found["tokens"], [math.log(share) for share in found["confidences"]], first)
 
 
-def compare(label: str, model: Any, found: dict[str, Any]) -> torch.Tensor:
-    """Print how near the chosen tokens' log probabilities are; returns their distances in nats."""
-    prompt, tokens = found["prompt"], torch.tensor(found["tokens"])
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + found["tokens"]])).logits[0, len(prompt) - 1 : -1]
-    ours = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
-    theirs = torch.tensor([math.log(value) for value in found["confidences"]])
-    best, apart = int((logits.argmax(-1) == tokens).sum()), (ours - theirs).abs()
-    print(
-        f"{label}: {best} of {len(tokens)} tokens are its first choice too; log probabilities differ by "
-        f"{float(apart.mean()):.4f} nats in the mean, {float(apart.max()):.4f} at most; first token "
-        f"{float(theirs[0]):.4f} in llama.cpp, {float(ours[0]):.4f} here",
-        flush=True,
-    )
-    return apart
+def row_of(arithmetic: str, file: Path, asked: argparse.Namespace) -> Row:
+    """Ask llama.cpp for `file`, the export's own or a copy, and compare."""
+    about = describe(asked.export) | {"server": "llama-cpp", "arithmetic": arithmetic, "cpu": cpu()}
+    name, _, version = PACKAGE.partition("@")
+    found, log = continued(asked.node, file, asked.count, asked.threads)
+    if found is None:
+        print(log, file=sys.stderr)
+        return Row(**about, versions={name: version}, outcome=REFUSED, error=reason(log))
+    about["versions"] = {name: version, "llama.cpp": found["llama_cpp"]}
+    answers = [answer_of(each) for each in found["answers"]]
+    about |= compared(answers, asked.export, asked.model, LIMITS[arithmetic])
+    tokenizer = load_tokenizer(asked.export)
+    if [answer.prompt for answer in answers] != [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]:
+        about |= {"outcome": APART, "error": "the ids of the prompts differ from those of the checkpoint's tokenizer"}
+    return Row(**about)
 
 
 def main() -> None:
@@ -107,27 +97,17 @@ def main() -> None:
     parser.add_argument("export", type=Path)
     parser.add_argument("--model")
     parser.add_argument("--node", type=Path, default=Path("node-llama-cpp"))
-    parser.add_argument("--prompt", default="The capital of France is")
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    torch.set_num_threads(asked.threads)
+    leave_with_children()
     install(asked.node)
     [file] = gguf_files(asked.export)
     plain = float_copy(file, asked.node / "float32.gguf")
-    blocks, floats = (continued(asked.node, f, asked.prompt, asked.count, asked.threads) for f in (file, plain))
+    rows = [row_of("blocks", file, asked), row_of("float32 copy", plain, asked)]
     plain.unlink()
-    tokenizer = load_tokenizer(asked.export)
-    expected = tokenizer(asked.prompt)["input_ids"]
-    print(f"{PACKAGE}, llama.cpp {blocks['llama_cpp']}; {file.name}: {tokenizer.decode(blocks['tokens'])!r}")
-    print(f"prompt ids {blocks['prompt']}, those of the checkpoint's tokenizer {expected}")
-    model = model_of(open_gguf(asked.export))
-    near = compare("blocks, against our dequantized weights", model, blocks)
-    exact = compare("float32 copy, against our dequantized weights", model, floats)
-    if asked.model:
-        compare("blocks, against the original weights", model_of(open_checkpoint(asked.model)), blocks)
-    same = blocks["prompt"] == floats["prompt"] == expected
-    sys.exit(not same or float(near.mean()) > MEAN_LIMIT or float(exact.max()) > FLOAT_LIMIT)
+    sys.exit(max(finish(row, asked.json) for row in rows))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,122 @@
+"""Exports of a tiny model in real servers. Each test needs the environment of its server and is skipped without it.
+
+`bash scripts/servers.sh` makes the environments and prints the variables that name them:
+`bash scripts/test.sh -m servers -n 0` then runs these.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantforge import Recipe, make_plan, quantize
+
+pytestmark = [pytest.mark.servers, pytest.mark.slow, pytest.mark.timeout(1800)]
+SCRIPTS = Path(__file__).parent.parent / "scripts" / "servers"
+Compare = Callable[..., list[dict[str, Any]]]
+
+
+def environment(server: str) -> str:
+    """What the variable of a server names; skips the test where it is not set."""
+    name = f"QUANTFORGE_SERVER_{server}"
+    if not os.environ.get(name):
+        pytest.skip(f"{name} is not set: bash scripts/servers.sh makes the environment and prints it")
+    return os.environ[name]
+
+
+@pytest.fixture
+def compare(tiny_llama: Path, tmp_path: Path) -> Compare:
+    """Export the tiny Llama, run a script on it, and return the rows that it wrote."""
+
+    def run(script: str, *arguments: str, **fields: Any) -> list[dict[str, Any]]:
+        export, rows = tmp_path / "export", tmp_path / "rows.json"
+        if fields:
+            own = {"model": str(tiny_llama), "output": str(export), "method": "rtn", "group_size": 32} | fields
+            recipe = Recipe.model_validate(own)
+            assert list(quantize(recipe, make_plan(recipe)))
+        else:
+            shutil.copytree(tiny_llama, export)
+        command = [sys.executable, str(SCRIPTS / f"{script}.py"), str(export), "--model", str(tiny_llama)]
+        command += ["--threads", "1", "--json", str(rows), *arguments]
+        ran = subprocess.run(command, capture_output=True, text=True)
+        assert ran.returncode in (0, 3), ran.stderr
+        found: list[dict[str, Any]] = json.loads(rows.read_text())
+        return found
+
+    return run
+
+
+def assert_ours(row: dict[str, Any], distance: float) -> None:
+    """The server answered with our weights, and not with the original's."""
+    assert row["outcome"] == "alike", row["error"]
+    assert row["ours"]["tokens"] == 96 and row["ours"]["mean"] < distance
+    assert row["original"]["mean"] > 3 * row["ours"]["mean"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"formats": ("compressed-tensors",)},
+        {"formats": ("compressed-tensors",), "bits": 8, "activation_bits": 8, "group_size": -1},
+        {"formats": ("gguf",)},
+    ],
+    ids=["compressed-tensors", "w8a8", "gguf"],
+)
+def test_transformers(compare: Compare, fields: dict[str, Any]) -> None:
+    [row] = compare("transformers_loader", "--python", environment("TRANSFORMERS"), **fields)
+    assert_ours(row, 1e-3)
+    assert row["ours"]["best"] == 96
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"formats": ("gptq",)},
+        {"formats": ("gptq",), "symmetric": False},
+        {"formats": ("gptq-v2",), "symmetric": False},
+        {"formats": ("awq",), "symmetric": False},
+    ],
+    ids=["gptq", "gptq-asymmetric", "gptq-v2-asymmetric", "awq-asymmetric"],
+)
+def test_gptqmodel(compare: Compare, fields: dict[str, Any]) -> None:
+    [row] = compare("transformers_loader", "--python", environment("GPTQMODEL"), **fields)
+    assert_ours(row, 1e-3)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"formats": ("compressed-tensors",)},
+        {"formats": ("compressed-tensors",), "symmetric": False},
+        {"formats": ("gptq",)},
+        {"formats": ("awq",), "symmetric": False},
+    ],
+    ids=["compressed-tensors", "compressed-tensors-asymmetric", "gptq", "awq-asymmetric"],
+)
+def test_vllm(compare: Compare, fields: dict[str, Any]) -> None:
+    python = environment("VLLM")
+    [row] = compare("vllm_server", "--python", python, **fields)
+    if "avx512f" not in row["cpu"]["flags"]:
+        assert row["outcome"] == "refused" and "cpu_gemm_wna16" in row["error"]
+        return
+    assert_ours(row, 0.02)
+
+
+def test_vllm_with_the_unquantized_model(compare: Compare) -> None:
+    [row] = compare("vllm_server", "--python", environment("VLLM"))
+    assert (row["outcome"], row["format"]) == ("alike", "float")
+    assert row["ours"]["mean"] < 0.02
+
+
+def test_llama_cpp(compare: Compare) -> None:
+    rows = compare("llama_cpp", "--node", environment("LLAMA_CPP"), formats=("gguf",))
+    blocks, copy = sorted(rows, key=lambda row: str(row["arithmetic"]))
+    assert (blocks["arithmetic"], copy["arithmetic"]) == ("blocks", "float32 copy")
+    assert blocks["outcome"] == "alike"
+    assert_ours(copy, 1e-3)
