@@ -37,8 +37,8 @@ FLAGS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp
 
 ACTIVATIONS_LIMIT = 0.3
 """Mean difference in nats that is allowed where activations are rounded to 8 bits. A rounding that falls to the other
-side changes all that follows: SmolLM2 as W8A8, run here twice, the second time with embeddings times 1 + 1e-6 noise, gives
-log probabilities that are 0.19 nats apart in the mean (4 bits with activations as they are: 0.000004)."""
+side changes all that follows: SmolLM2 as W8A8, run here twice, the second time with embeddings times 1 + 1e-6 noise,
+gives log probabilities that are 0.19 nats apart in the mean (4 bits with activations as they are: 0.000004)."""
 
 ALIKE, APART, REFUSED = "alike", "apart", "refused"
 EXIT = {ALIKE: 0, APART: 3, REFUSED: 3}
