@@ -215,17 +215,17 @@ def test_a_cell_has_every_way_of_loading_and_equal_errors_share_a_number(script:
             "cpu": {"model": "cpu", "flags": ["avx2"]},
         }  # fmt: skip
 
-    rows = [row("a", "x", "no way"), row("a", "y"), row("b", "x", "no way"), row("c", "x", outcome="apart")]
+    rows = [row("a", "x", "no `way`"), row("a", "y"), row("b", "x", "no `way`"), row("c", "x", outcome="apart")]
     assert script("live_table").table(rows).splitlines() == [
         "| format | grid | tried, tried | other, on paper |",
         "|---|---|---|---|",
         "| gptq | a | x: refused (1); y: 7 of 8, 0.0100 | no |",
-        "| gptq | b | refused (1) | no |",
-        "| gptq | c | **apart**: 7 of 8, 0.0100 | no |",
+        "| gptq | b | x: refused (1) | no |",
+        "| gptq | c | x: **apart**: 7 of 8, 0.0100 | no |",
         "",
         "- tried: tried 1; cpu (avx2)",
         "",
-        "1. `no way`",
+        "1. `no 'way'`",
     ]
 
 

@@ -101,7 +101,7 @@ def test_gptqmodel(compare: Compare, fields: dict[str, Any]) -> None:
 )
 def test_vllm(compare: Compare, fields: dict[str, Any]) -> None:
     python = environment("VLLM")
-    [row] = compare("vllm_server", "--python", python, **fields)
+    [row] = compare("vllm_server", "--python", python, "--dtype", "float16", **fields)
     if "avx512f" not in row["cpu"]["flags"]:
         assert row["outcome"] == "refused" and "cpu_gemm_wna16" in row["error"]
         return

@@ -27,7 +27,7 @@ def cell(rows: Rows, errors: list[str]) -> str:
         else:
             apart = "" if row["outcome"] == "alike" else "**apart**: "
             text = f"{apart}{row['ours']['best']} of {row['ours']['tokens']}, {row['ours']['mean']:.4f}"
-        parts.append(f"{row['arithmetic']}: {text}" if len(rows) > 1 else text)
+        parts.append(f"{row['arithmetic']}: {text}")
     return "; ".join(parts)
 
 
@@ -48,7 +48,8 @@ def table(rows: Rows) -> str:
         cells += [verdicts[name] or "no" for name in paper]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- {name}: {versions(rows, name)}" for name in ran)]
-    lines += ["", *(f"{number}. `{error}`" for number, error in enumerate(errors, 1))] if errors else []
+    plain = [error.replace("`", "'") for error in errors]
+    lines += ["", *(f"{number}. `{error}`" for number, error in enumerate(plain, 1))] if errors else []
     return "\n".join(lines)
 
 

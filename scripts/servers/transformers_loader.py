@@ -85,7 +85,8 @@ def main() -> None:
     }
     if found is None:
         print(log, file=sys.stderr)
-        sys.exit(finish(Row(**about, outcome=REFUSED, error=reason(log)), asked.json))
+        shapes = next((f"; {line.strip()}" for line in log.splitlines() if "MISMATCH" in line), "")
+        sys.exit(finish(Row(**about, outcome=REFUSED, error=reason(log) + shapes), asked.json))
     answers = [Answer(**each | {"first": dict(each["first"])}) for each in found["answers"]]
     limit = ACTIVATIONS_LIMIT if "activations" in about["grid"] else LIMITS[kind]
     about |= compared(answers, asked.export, asked.model, limit)
