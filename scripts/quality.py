@@ -30,9 +30,8 @@ from safetensors.torch import save_file
 
 from quantforge.evaluate.divergence import EvalResult, evaluate_windows
 from quantforge.evaluate.protocol import build_windows, load_rows
-from quantforge.model.activations import stored_activations
-from quantforge.model.kv_cache import stored_cache
 from quantforge.model.packed import open_any
+from quantforge.model.stored import as_stored
 from quantforge.model.streamed import StreamedModel, StreamedPass
 from quantforge.model.tokenizer import load_tokenizer
 from quantforge.pipeline.calibrate import calibrate
@@ -89,7 +88,7 @@ def arguments() -> argparse.Namespace:
 def hidden_states(model: str, tokens: torch.Tensor) -> StreamedPass:
     """What goes into the head, with activations and caches rounded where the checkpoint says so."""
     streamed = StreamedModel(open_any(model))
-    with stored_activations(streamed), stored_cache(streamed):
+    with as_stored(streamed):
         run = streamed.begin(tokens)
         run.run_all()
     return run

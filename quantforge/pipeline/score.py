@@ -8,10 +8,9 @@ from pathlib import Path
 from quantforge.errors import UsageError
 from quantforge.evaluate.divergence import EvalResult, evaluate_windows
 from quantforge.evaluate.protocol import Windows, build_windows, load_dataset_rows, load_rows, parse_dataset
-from quantforge.model.activations import stored_activations
-from quantforge.model.kv_cache import stored_cache
 from quantforge.model.packed import open_any
 from quantforge.model.source import TensorSource
+from quantforge.model.stored import as_stored
 from quantforge.model.streamed import StreamedModel, StreamedPass
 from quantforge.model.tokenizer import load_tokenizer
 from quantforge.pipeline.plan import choose_device
@@ -74,8 +73,7 @@ def evaluate_checkpoint(
 
     def hidden_of(opened: TensorSource, label: str) -> StreamedPass:
         streamed = StreamedModel(opened, chosen, trust_remote_code=trust_remote_code)
-        activations[label] = hooks.enter_context(stored_activations(streamed))  # until the logits are there
-        caches[label] = hooks.enter_context(stored_cache(streamed))
+        activations[label], caches[label] = hooks.enter_context(as_stored(streamed))  # until the logits are there
         _check_length(streamed, tokens)
         run = streamed.begin(tokens.tokens)
         streamed.drop_outer()  # the logits load it again

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from quantforge.contracts import Subject, all_verdicts
-from quantforge.model.activations import stored_activations
 from quantforge.model.packed import open_any
+from quantforge.model.stored import as_stored
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.subject import subject_of
 
@@ -121,7 +121,7 @@ def logits_of(checkpoint: str | Path, sequences: Sequence[list[int]]) -> list[to
     longest = max(map(len, sequences))
     tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in sequences])  # no token sees those after it
     streamed = StreamedModel(open_any(checkpoint))
-    with stored_activations(streamed):
+    with as_stored(streamed):
         run = streamed.begin(tokens)
         run.run_all()
         return [run.logits(number)[: len(ids)] for number, ids in enumerate(sequences)]
