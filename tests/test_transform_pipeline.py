@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from test_pipeline import TOKENS, contents, finish, flip_one_bit, hidden_of, recipe_for, tamper
 
 from quantforge.errors import UsageError, VerifyError
-from quantforge.model.observe import observe
+from quantforge.model.observe import InputGroup, observe
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline import run as run_module
@@ -244,12 +244,17 @@ def harmful(problem: FoldProblem) -> FoldSolution:
     return FoldSolution(scale, 0.5, "harm", 1.0, 0.0)
 
 
-def test_tokens_count_at_a_layer_as_they_do_at_its_sites_in_the_mean() -> None:
+def test_tokens_count_at_a_layer_as_they_do_at_the_sites_that_end_it() -> None:
     hidden = torch.zeros(2, 2, 8)  # the first batch, 4 of 6 tokens
     weights = {"a": torch.tensor([1.0, 3, 2, 2, 9, 9]), "b": torch.tensor([8.0, 0, 4, 4, 0, 0]), "c": torch.zeros(6)}
-    counts = token_counts(weights, hidden)
-    assert counts is not None and counts.tolist() == [[1.25, 0.75], [1.0, 1.0]]
-    assert token_counts({}, hidden) is None and token_counts({"c": torch.zeros(6)}, hidden) is None
+
+    def counts(*order: str) -> Any:
+        found = token_counts(weights, [InputGroup((name,), torch.empty(0), 6) for name in order], hidden)
+        return found if found is None else found.tolist()
+
+    assert counts("b", "a") == [[1, 3], [2, 2]]
+    assert counts("a", "b", "c", "unweighed") == [[8, 0], [4, 4]]
+    assert counts("c") is None and counts() is None
 
 
 def test_a_fold_that_raises_the_layers_error_is_not_kept(outliers: Path, words: Path, tmp_path: Path) -> None:

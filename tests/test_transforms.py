@@ -1,5 +1,6 @@
 """Scales of AWQ and SmoothQuant: the errors they are chosen by are real output errors, and odd channels do no harm."""
 
+from bisect import bisect_left
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -267,8 +268,20 @@ def test_magnitudes_gathered_in_batches_are_those_of_all_rows() -> None:
     assert found is not None
     assert torch.allclose(found.mean_abs, rows.abs().mean(0))
     assert torch.equal(found.abs_max, rows.abs().amax(0))
-    sampled = [0, 4, 8, 12, 13, 14, 19, 24]
-    assert torch.equal(found.rows, rows[sampled]) and torch.equal(found.row_weights, counts[sampled])
+    sampled = [int((rows == row).all(dim=1).nonzero()) for row in found.rows]
+    assert sampled == sorted(sampled) and [bisect_left(sampled, end) for end in (12, 14, 30)] == [3, 5, 8]
+    assert torch.equal(found.row_weights, counts[sampled])
+
+
+def test_a_sample_of_rows_does_not_favor_the_places_where_sequences_begin() -> None:
+    rows = torch.zeros(64 * 512, 1)
+    rows[::512] = 1  # the first tokens of 64 sequences, 8 in a batch
+    accumulator = MagnitudeAccumulator(rows_per_batch=512)
+    for batch in rows.reshape(8, 8, 512, 1):
+        accumulator.add(batch)
+    found = accumulator.result()
+    assert found is not None and len(found.rows) == 8 * 512
+    assert 1 <= int(found.rows.sum()) <= 20  # 8 are expected
 
 
 def test_statistics_of_divided_inputs_are_those_of_the_inputs_divided() -> None:

@@ -30,7 +30,8 @@ class MagnitudeAccumulator:
     """Gathers `Magnitudes` batch by batch, in float32 or the inputs' wider dtype.
 
     Attributes:
-        rows_per_batch: rows kept of each batch, evenly spread over it, always the same ones.
+        rows_per_batch: rows kept of each batch, drawn by a generator of its own: sequences begin at even distances, and
+            their first tokens are like no others.
     """
 
     def __init__(self, rows_per_batch: int) -> None:
@@ -57,7 +58,8 @@ class MagnitudeAccumulator:
         self._tokens += len(rows)
         kept = min(self.rows_per_batch, len(rows))
         if kept:
-            sampled = torch.arange(kept, device=rows.device) * len(rows) // kept
+            generator = torch.Generator().manual_seed(self._tokens)
+            sampled = torch.randperm(len(rows), generator=generator)[:kept].sort().values.to(rows.device)
             self._rows.append(rows[sampled])
             counts = rows.new_ones(len(rows)) if weights is None else weights.to(rows)
             self._row_weights.append(counts[sampled])

@@ -26,7 +26,7 @@ PROBE_SEQUENCES = 2
 PROBE_TOKENS = 32
 """Pairs are found and proven on this many of the calibration tokens."""
 
-SAMPLED_ROWS = 512
+SAMPLED_ROWS = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,15 +116,18 @@ def _kind(layer: nn.Module) -> object:
     return modules, tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
-def token_counts(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor | None:
-    """How much each token of `hidden` [batch, length, hidden], the first ones, counts at a layer: [batch, length].
+def token_counts(weights: Mapping[str, Tensor], groups: Sequence[InputGroup], hidden: Tensor) -> Tensor | None:
+    """How much each token of `hidden` [batch, length, hidden], the first ones, counts in a layer's output.
 
-    The mean over the layer's sites, each of mean 1; None when none has weights that are not all zero.
+    [batch, length]: the weights at the sites that are called last, whose outputs are added to the hidden states, so that
+    gradients there are those of the layer's output. None when no site has weights that are not all zero.
     """
     batch, length, _ = hidden.shape
-    own = [one[: batch * length].to(hidden.device, torch.float64) for one in weights.values()]
-    relative = [one / one.mean() for one in own if float(one.mean()) > 0]
-    return torch.stack(relative).mean(dim=0).reshape(batch, length) if relative else None
+    for group in reversed(groups):
+        own = weights.get(group.names[-1])
+        if own is not None and float(own[: batch * length].sum()) > 0:
+            return own[: batch * length].to(hidden.device, torch.float64).reshape(batch, length)
+    return None
 
 
 class _Layer:
@@ -150,7 +153,7 @@ class _Layer:
         self.searched = plan.options.get("grid") == "search"
         self.call, self.hidden = next(run.batches(index))
         self.reference = self._output()
-        self.counts = token_counts(weights, self.hidden)
+        self.counts = token_counts(weights, groups, self.hidden)
         self.quantized: dict[str, Tensor] | None = None  # the sites' weights as the solver would leave them now
         self.error = 0.0  # of the layer's output with them
         self.stored: dict[str, torch.dtype] = {}  # of every parameter changed so far that stays in floating point
