@@ -31,6 +31,9 @@ SOLVER_SQUARES = 8
 SOLVER_COPIES = 6
 """Matrices of the size of the stacked weights that solving one input group holds."""
 
+SAMPLER_ROWS = 4
+"""Of the size of the vocabulary, in float32, that choosing the next token of a sequence holds."""
+
 SLOW, FAST = 50e9, 10e12
 """Operations a second that are assumed: of one CPU core, and of a GPU."""
 
@@ -106,7 +109,9 @@ def _stages(recipe: Recipe, plan: Plan, sizes: _Sizes) -> Iterator[tuple[str, in
         yield "rounding a layer", 3 * layer
         return
     if token_source(recipe, plan) == FROM_MODEL:
-        kept = 2 * cache_bytes(layer_caches(plan.streamed.text_config), sizes.seqlen, SEQUENCES_AT_ONCE, 16)
+        count = min(SEQUENCES_AT_ONCE, recipe.calibration.nsamples)
+        kept = 2 * cache_bytes(layer_caches(plan.streamed.text_config), sizes.seqlen, count, 16)
+        kept += FLOAT_BYTES * SAMPLER_ROWS * count * sizes.vocabulary
         whole = FLOAT_BYTES * (sizes.outer + sizes.layers)
         yield "sampling calibration tokens from the whole model", whole + read + kept
     hidden = FLOAT_BYTES * sizes.tokens * sizes.hidden
