@@ -205,6 +205,22 @@ def test_stages_of_memory_follow_the_recipe(tiny_llama: Path) -> None:
     assert rounding.operations < solving.operations < looked(tiny_llama).estimate.operations
 
 
+def test_tuning_holds_every_layers_activations_of_a_sequence(tiny_llama: Path) -> None:
+    """Counted by hand: sites 128 x (128, 128 / 2 twice, 128), (384, 384) x 128 and 128 x 384, two layers."""
+
+    def tuning_bytes(**fields: Any) -> int:
+        stages = dict(looked(tiny_llama, method="rtn", tune_epochs=1, **fields).estimate.stages)
+        return stages["tuning"] - stages["reading the output back"]
+
+    widths = 2 * (128 + 128) + 2 * (64 + 128) + 3 * (384 + 128)
+    token = 2 * (widths + 2 * 128) + 6 * 256
+    short, long = ({"dataset": "builtin", "nsamples": 4, "seqlen": seqlen} for seqlen in (64, 256))
+    assert tuning_bytes(calibration=long) - tuning_bytes(calibration=short) == 4 * 192 * token
+    weights = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128)
+    fewer = tuning_bytes(calibration=long, group_size=64) - tuning_bytes(calibration=long, group_size=128)
+    assert fewer == 24 * (weights // 64 - weights // 128)
+
+
 def sampling_bytes(model: Path, nsamples: int) -> int:
     calibration = {"dataset": "self", "nsamples": nsamples, "seqlen": 128}
     stages = dict(looked(model, calibration=calibration).estimate.stages)

@@ -63,7 +63,8 @@ def _paths(nodes: Sequence[Node], length: int) -> int:
     found = 1
     for kind, value in nodes:
         if kind in REPEATS:
-            found *= _paths_of_repeat(*value, length)
+            least, most, inner = value
+            found *= _paths_of_repeat(least, most, inner, length)
         elif kind is _constants.BRANCH:
             found *= sum(_paths(part, length) for part in value[1])
         elif kind is _constants.SUBPATTERN:
@@ -123,7 +124,8 @@ class _Walk:
         if kind is _constants.SUBPATTERN and not value[2]:
             return self.through(value[3], places, flags | value[1])
         if kind in REPEATS[:2]:
-            return self._repeated(*value, places, flags)
+            least, most, inner = value
+            return self._repeated(least, most, inner, places, flags)
         if kind in (_constants.ASSERT, _constants.ASSERT_NOT) and value[0] > 0:
             wanted = kind is _constants.ASSERT
             each = (1 << place for place in range(len(self.name) + 1) if places >> place & 1)
