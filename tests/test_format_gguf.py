@@ -1,6 +1,7 @@
 """GGUF: blocks byte for byte, the order of rows, and what is refused."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,48 @@ def test_llama3_factors_are_what_transformers_divides_frequencies_by() -> None:
 def test_models_that_llama_cpp_would_compute_otherwise_are_refused(change: dict[str, Any], said: str) -> None:
     [problem] = config_problems({**LLAMA, **change})
     assert said in problem
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"model_type": ["llama"]}, "model_type ['llama'] is not known to this writer"),
+        ({"hidden_size": "64"}, "hidden_size is '64'; a whole number above 0 is needed"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; a whole number above 0 is needed"),
+        ({"vocab_size": 1 << 40}, "vocab_size is 1099511627776; a whole number above 0 is needed"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; a whole number above 0 is needed"),
+        ({"num_key_value_heads": 1.5}, "num_key_value_heads is 1.5; a whole number above 0 is needed"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'; a number above 0 is needed"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps is inf; a number above 0 is needed"),
+        ({"num_attention_heads": 3, "num_key_value_heads": 1}, "3 heads do not divide hidden_size 64"),
+        ({"head_dim": 15}, "heads have 15 dimensions, which rotary embeddings turn in pairs"),
+        ({"model_type": "mistral", "sliding_window": "4k"}, "sliding_window is '4k'; a whole number above 0 is needed"),
+        ({"rope_theta": "large"}, "rope_theta is 'large'; a number above 0 is needed"),
+        ({"rope_theta": 0}, "rope_theta is 0; a number above 0 is needed"),
+        ({"rope_parameters": {"rope_theta": [1e4]}}, "rope_theta is [10000.0]; a number above 0 is needed"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; an object is needed"),
+        ({"rope_parameters": [1]}, "rope_parameters is [1]; an object is needed"),
+        ({"rope_scaling": {"type": ["linear"]}}, "rope_type ['linear'] is not known to this writer"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor is '2'; a number above 0 is needed"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 0.5}},
+            "original_max_position_embeddings is 0.5; a whole number above 0 is needed",
+        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention is {'rope_theta': 1000000.0}; "),
+    ],
+)
+def test_values_that_are_none_of_their_kind_are_problems_and_no_tracebacks(change: dict[str, Any], said: str) -> None:
+    [problem] = config_problems({**LLAMA, **change})
+    assert said in problem
+
+
+def test_llama3_factors_without_a_range_between_them_are_refused() -> None:
+    rope = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    [problem] = config_problems({**LLAMA, "rope_parameters": rope})
+    assert problem == "high_freq_factor 4.0 must be above low_freq_factor 4.0"
 
 
 class Fields:

@@ -10,7 +10,7 @@ import gguf
 import pytest
 import torch
 
-from quantforge.errors import PlanError, SourceError, VerifyError
+from quantforge.errors import PlanError, SourceError, UsageError, VerifyError
 from quantforge.formats import CheckpointFacts, SiteShape, load_format
 from quantforge.model.gguf_file import open_gguf
 from quantforge.model.packed import open_any
@@ -302,6 +302,39 @@ def test_inspect_knows_the_blocks(run: tuple[Any, Path]) -> None:
     found = describe_checkpoint(str(run[1] / "gguf"))
     assert found.scheme == "Q4_0, blocks of 32: 14 sites" and found.format == "gguf" and found.bits_per_weight == 4.5
     assert found.quantized[0].name.startswith("model.layers.0.") and "lm_head.weight" in found.kept
+
+
+def test_a_file_may_be_named_where_a_directory_may(run: tuple[Any, Path], text: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(run[1] / "gguf", tmp_path / "gguf")
+    file = path / "small.gguf"
+    by_directory, score = examine(path), evaluate_checkpoint(str(path), text=str(text), window=64, windows=1)
+    (path / "another.gguf").write_bytes(b"GGUF of another size")  # as directories of GGUF files have them
+    found = describe_checkpoint(str(file))
+    assert (found.scheme, found.format) == ("Q4_0, blocks of 32: 14 sites", "gguf")
+    assert (found.files, found.total_bytes) == ({"small.gguf": file.stat().st_size}, file.stat().st_size)
+    assert evaluate_checkpoint(str(file), text=str(text), window=64, windows=1).ppl == score.ppl
+    by_file = examine(file)
+    assert by_file.ok and by_file.path == str(file)
+    assert (by_file.findings, by_file.tensors, by_file.verdicts) == (
+        by_directory.findings,
+        by_directory.tensors,
+        by_directory.verdicts,
+    )
+    file.write_bytes(file.read_bytes()[:-2] + b"\xff\x7f")
+    assert {(finding.code, finding.where) for finding in examine(file).errors} >= {("changed", "small.gguf")}
+
+
+def test_a_file_of_another_models_config_is_described_as_what_it_is(run: tuple[Any, Path], tmp_path: Path) -> None:
+    """Beside the safetensors of another export, whose config.json it shares."""
+    path = shutil.copytree(run[1] / "gptq", tmp_path / "gptq")
+    shutil.copy(run[1] / "gguf" / "small.gguf", path)
+    assert describe_checkpoint(str(path / "small.gguf")).format == "gguf"
+    with pytest.raises(UsageError, match=r"model\.safetensors .* config\.json may be theirs"):
+        examine(path / "small.gguf")
+    with pytest.raises(SourceError, match="is a file; MODEL is a checkpoint directory"):
+        describe_checkpoint(str(path / "model.safetensors"))
+    with pytest.raises(SourceError, match=r"config\.json"):
+        describe_checkpoint(str(shutil.copy(path / "small.gguf", tmp_path)))
 
 
 def test_eval_of_the_file_is_that_of_the_same_grid_in_safetensors(run: tuple[Any, Path], text: Path) -> None:

@@ -1,5 +1,6 @@
 """What `plan` says, against real exports and numbers counted by hand."""
 
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import pytest
 
 from quantforge.cli import main
-from quantforge.errors import PlanError
+from quantforge.errors import PlanError, UsageError
 from quantforge.formats import load_format
 from quantforge.model.packed import open_any
 from quantforge.model.source import Checkpoint, open_checkpoint
+from quantforge.pipeline import outlook
 from quantforge.pipeline.estimate import estimate
 from quantforge.pipeline.outlook import Load, Outlook, look_ahead
 from quantforge.pipeline.plan import make_plan
@@ -203,6 +205,37 @@ def test_stages_of_memory_follow_the_recipe(tiny_llama: Path) -> None:
     assert rounding.operations < solving.operations < looked(tiny_llama).estimate.operations
 
 
+def test_tuning_holds_every_layers_activations_of_a_sequence(tiny_llama: Path) -> None:
+    """Counted by hand: sites 128 x (128, 128 / 2 twice, 128), (384, 384) x 128 and 128 x 384, two layers."""
+
+    def tuning_bytes(**fields: Any) -> int:
+        stages = dict(looked(tiny_llama, method="rtn", tune_epochs=1, **fields).estimate.stages)
+        return stages["tuning"] - stages["reading the output back"]
+
+    widths = 2 * (128 + 128) + 2 * (64 + 128) + 3 * (384 + 128)
+    token = 2 * (widths + 2 * 128) + 6 * 256
+    short, long = ({"dataset": "builtin", "nsamples": 4, "seqlen": seqlen} for seqlen in (64, 256))
+    assert tuning_bytes(calibration=long) - tuning_bytes(calibration=short) == 4 * 192 * token
+    weights = 2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 384 * 128)
+    fewer = tuning_bytes(calibration=long, group_size=64) - tuning_bytes(calibration=long, group_size=128)
+    assert fewer == 24 * (weights // 64 - weights // 128)
+
+
+def sampling_bytes(model: Path, nsamples: int) -> int:
+    calibration = {"dataset": "self", "nsamples": nsamples, "seqlen": 128}
+    stages = dict(looked(model, calibration=calibration).estimate.stages)
+    return stages["sampling calibration tokens from the whole model"] - stages["reading the output back"]
+
+
+def test_no_more_sequences_are_counted_than_are_sampled_at_once(tiny_llama: Path) -> None:
+    config = json.loads((tiny_llama / "config.json").read_text())
+    heads = config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
+    cached = config["num_hidden_layers"] * 128 * 2 * heads * 4
+    chances = 4 * config["vocab_size"] * 4
+    assert sampling_bytes(tiny_llama, 20) - sampling_bytes(tiny_llama, 4) == 16 * (cached + chances)
+    assert sampling_bytes(tiny_llama, 64) == sampling_bytes(tiny_llama, 32)
+
+
 # ------------------------------------------------------------------------------------------------ the verb
 
 
@@ -227,6 +260,20 @@ def test_the_verb_as_json_is_all_of_stdout(tiny_llama: Path, capsys: pytest.Capt
     assert packed["serving_bytes_per_device"] == packed["weight_bytes_per_device"] + found["kv_bytes"]
     vllm = next(server for server in packed["servers"] if server["server"] == "vllm")
     assert vllm["loads"] and vllm["kernel"] == "Marlin"
+
+
+def test_nothing_is_collected_while_plan_imports_and_looks(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[bool] = []
+
+    def fails(*_: Any) -> None:
+        seen.append(gc.isenabled())
+        raise UsageError("looked")
+
+    monkeypatch.setattr(outlook, "look_ahead", fails)
+    assert gc.isenabled() and main(["plan", str(tiny_llama)]) == 2
+    assert seen == [False] and gc.isenabled() and "looked" in capsys.readouterr().err
 
 
 def test_several_variants_are_a_usage_error(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

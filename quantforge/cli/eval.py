@@ -9,7 +9,12 @@ from quantforge.errors import UsageError
 
 
 def evaluate(
-    checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="Quantized or not.", show_default=False)],
+    checkpoint: Annotated[
+        str,
+        Argument(
+            metavar="CHECKPOINT", help="Quantized or not; a directory, a hub id or a GGUF file.", show_default=False
+        ),
+    ],
     reference: Annotated[str | None, Option(help="The original: adds KL divergence and top-1 agreement.")] = None,
     text: Annotated[Path | None, Option(help="A text file to evaluate on.")] = None,
     dataset: Annotated[

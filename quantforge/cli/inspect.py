@@ -6,7 +6,9 @@ from typer import Argument, Option
 
 
 def inspect(
-    checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="Local directory.", show_default=False)],
+    checkpoint: Annotated[
+        str, Argument(metavar="CHECKPOINT", help="Local directory, or a GGUF file.", show_default=False)
+    ],
     allow_pickle: Annotated[bool, Option("--allow-pickle", help="Read weights stored as pickles (.bin).")] = False,
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the checkpoint.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print everything, site by site, as JSON.")] = False,

@@ -6,7 +6,9 @@ from typer import Argument, Exit, Option
 
 
 def verify(
-    checkpoint: Annotated[str, Argument(metavar="CHECKPOINT", help="Local directory.", show_default=False)],
+    checkpoint: Annotated[
+        str, Argument(metavar="CHECKPOINT", help="Local directory, or a GGUF file.", show_default=False)
+    ],
     reference: Annotated[
         str | None, Option("--reference", metavar="MODEL", help="The float model it was made from.", show_default=False)
     ] = None,

@@ -129,6 +129,11 @@ class GgufCheckpoint:
         return self.header.metadata[key]
 
 
+def is_gguf_file(path: Path) -> bool:
+    """Whether a path is a file that is called a GGUF file."""
+    return path.suffix == ".gguf" and path.is_file()
+
+
 def gguf_files(path: Path) -> list[Path]:
     """The GGUF files of a directory, sorted."""
     return sorted(path.glob("*.gguf")) if path.is_dir() else []

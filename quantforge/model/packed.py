@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 
 from quantforge.errors import SourceError
-from quantforge.model.gguf_file import gguf_files, open_gguf
+from quantforge.model.gguf_file import gguf_files, is_gguf_file, open_gguf
 from quantforge.model.shards import TensorInfo
 from quantforge.model.source import Checkpoint, TensorSource, open_checkpoint, resolve_model
 from quantforge.quantized import CacheScales
@@ -103,7 +103,12 @@ class PackedCheckpoint:
 
 
 def open_any(model: str | Path, *, allow_pickle: bool = False) -> TensorSource:
-    """Open a float or quantized checkpoint; SourceError when it is quantized in a way no reader knows."""
+    """Open a float or quantized checkpoint, a directory or a GGUF file beside its config.json.
+
+    SourceError when it is quantized in a way no reader knows.
+    """
+    if is_gguf_file(Path(model)):
+        return open_gguf(Path(model))
     path = resolve_model(model, allow_pickle=allow_pickle)
     if gguf_files(path) and not any(path.glob("*.safetensors")):
         return open_gguf(path)

@@ -5,9 +5,10 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from quantforge.model.gguf_file import GgufCheckpoint
+from quantforge.model.gguf_file import GgufCheckpoint, is_gguf_file
 from quantforge.model.packed import PackedCheckpoint, open_any, quantization_config
 from quantforge.model.sites import ModelLayout
 from quantforge.model.source import Checkpoint
@@ -57,7 +58,10 @@ class CheckpointDescription:
 def describe_checkpoint(
     path: str, allow_pickle: bool = False, trust_remote_code: bool = False
 ) -> CheckpointDescription:
-    """Describe a float or quantized checkpoint; raises SourceError when its files are inconsistent."""
+    """Describe a float or quantized checkpoint, a directory or a GGUF file.
+
+    Raises SourceError when its files are inconsistent.
+    """
     source = open_any(path, allow_pickle=allow_pickle)
     layout: ModelLayout = StreamedModel(source, trust_remote_code=trust_remote_code).layout
     checkpoint = source.checkpoint if isinstance(source, PackedCheckpoint) else source
@@ -83,18 +87,20 @@ def describe_checkpoint(
     weights = sum(row.shape[0] * row.shape[1] for row in rows)
     stored_bits = sum(row.bits_per_weight * row.shape[0] * row.shape[1] for row in rows)
     config = quantization_config(checkpoint) or {}
+    files = [Path(path)] if is_gguf_file(Path(path)) else sorted(checkpoint.path.iterdir())
+    sizes = {file.name: file.stat().st_size for file in files if file.is_file()}
     floats = sum(math.prod(info.shape) for key, info in checkpoint.tensors.items() if key not in packed_keys)
     return CheckpointDescription(
         path=str(path),
         model_type=str(checkpoint.config.get("model_type", "unknown")),
         scheme=scheme,
-        format=str(config.get("quant_method", "safetensors")),
+        format="gguf" if isinstance(source, GgufCheckpoint) else str(config.get("quant_method", "safetensors")),
         parameters=floats + weights,
-        total_bytes=sum(file.stat().st_size for file in checkpoint.path.iterdir() if file.is_file()),
+        total_bytes=sum(sizes.values()),
         bits_per_weight=stored_bits / weights if weights else 0.0,
         quantized=rows,
         kept=kept,
-        files={file.name: file.stat().st_size for file in sorted(checkpoint.path.iterdir()) if file.is_file()},
+        files=sizes,
         kv_cache=_cache(source) if isinstance(source, PackedCheckpoint) else None,
     )
 

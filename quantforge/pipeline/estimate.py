@@ -16,7 +16,6 @@ from quantforge.model.source import Checkpoint
 from quantforge.model.streamed import TOKENS_PER_BATCH
 from quantforge.pipeline.calibrate import FROM_MODEL, token_source
 from quantforge.pipeline.job import needs_tokens
-from quantforge.pipeline.obstacles import TUNING_BYTES
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.serving import cache_bytes, layer_caches
 from quantforge.recipe import Recipe
@@ -30,6 +29,18 @@ SOLVER_SQUARES = 8
 
 SOLVER_COPIES = 6
 """Matrices of the size of the stacked weights that solving one input group holds."""
+
+SAMPLER_ROWS = 4
+"""Of the size of the vocabulary, in float32, that choosing the next token of a sequence holds."""
+
+TUNED_BYTES = 13
+"""A quantized weight, while it is tuned: its code, its offset from zero, both in float32 for the pass backward."""
+
+FACTOR_BYTES = 24
+"""A factor with its scale, its gradient and what Adam keeps of it."""
+
+TUNING_ROWS = 6
+"""Of the size of the vocabulary, in float32, that a token's predictions by both models take, gradient included."""
 
 SLOW, FAST = 50e9, 10e12
 """Operations a second that are assumed: of one CPU core, and of a GPU."""
@@ -106,7 +117,9 @@ def _stages(recipe: Recipe, plan: Plan, sizes: _Sizes) -> Iterator[tuple[str, in
         yield "rounding a layer", 3 * layer
         return
     if token_source(recipe, plan) == FROM_MODEL:
-        kept = 2 * cache_bytes(layer_caches(plan.streamed.text_config), sizes.seqlen, SEQUENCES_AT_ONCE, 16)
+        count = min(SEQUENCES_AT_ONCE, recipe.calibration.nsamples)
+        kept = 2 * cache_bytes(layer_caches(plan.streamed.text_config), sizes.seqlen, count, 16)
+        kept += FLOAT_BYTES * SAMPLER_ROWS * count * sizes.vocabulary
         whole = FLOAT_BYTES * (sizes.outer + sizes.layers)
         yield "sampling calibration tokens from the whole model", whole + read + kept
     hidden = FLOAT_BYTES * sizes.tokens * sizes.hidden
@@ -121,7 +134,10 @@ def _stages(recipe: Recipe, plan: Plan, sizes: _Sizes) -> Iterator[tuple[str, in
         head = outer + FLOAT_BYTES * 4 * sizes.seqlen * sizes.vocabulary
         yield "weighing calibration tokens", 2 * hidden + max(head, layer + 3 * activations)
     if recipe.tune_epochs:
-        yield "tuning", TUNING_BYTES * (sizes.outer + sizes.layers)
+        rest = FLOAT_BYTES * (2 * sizes.outer + sizes.layers - plan.weights)  # embeddings and head of both models
+        factors = sum(site.out_features * plan.specs[site.name].groups(site.in_features) for site in plan.sites)
+        token = len(plan.streamed.layers) * (sizes.widths + 2 * sizes.hidden) + TUNING_ROWS * sizes.vocabulary
+        yield "tuning", rest + TUNED_BYTES * plan.weights + FACTOR_BYTES * factors + FLOAT_BYTES * sizes.seqlen * token
 
 
 def _operations(recipe: Recipe, plan: Plan, sizes: _Sizes) -> Iterator[float]:

@@ -21,7 +21,7 @@ from quantforge.formats.gguf.architecture import (
     rope_factors,
 )
 from quantforge.formats.gguf.vocabulary import add_vocabulary, vocabulary_problems
-from quantforge.model.gguf_file import GgufCheckpoint, open_gguf
+from quantforge.model.gguf_file import GgufCheckpoint, is_gguf_file, open_gguf
 from quantforge.model.gguf_header import GgufTensor
 from quantforge.model.gguf_sites import GgufSites, odd_blocks, read_sites
 from quantforge.pipeline.carried import Progress, without_quantization
@@ -36,7 +36,7 @@ def is_gguf(path: Path) -> bool:
     """Whether a path is a GGUF file, or a directory with one and no safetensors."""
     if path.is_dir():
         return any(path.glob("*.gguf")) and not any(path.glob("*.safetensors"))
-    return path.suffix == ".gguf" and path.is_file()
+    return is_gguf_file(path)
 
 
 def open_gguf_sites(path: Path, config: Path | None, progress: Progress) -> GgufSites:

@@ -1,6 +1,5 @@
 """Reads AutoRound's own ``auto-round`` checkpoints, packed as GPTQ version 1 (without ``g_idx``) or as AWQ."""
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 
 from quantforge.errors import SourceError
 from quantforge.readers import DecodedWeight, Reader, Scheme, awq, gptq
+from quantforge.readers._expressions import fits
 from quantforge.readers.gptq import group_keys, plain_scheme, with_override
 
 LAYOUTS = {"auto_round:auto_gptq": "gptq", "auto_round:gptqmodel": "gptq", "auto_round:auto_awq": "gemm"}
@@ -22,7 +22,7 @@ def scheme(config: Mapping[str, Any], site: str) -> Scheme:
     extra = config.get("extra_config") or {}
     if not isinstance(extra, Mapping):
         raise SourceError(f"quantization_config: extra_config is {extra!r}; expected a mapping of sites to settings")
-    names = [site] if site in extra else [name for name in extra if _is_pattern_of(name, site)]
+    names = [site] if site in extra else [name for name in extra if fits(name, site, "extra_config", whole=True)]
     settings = with_override(config, extra[names[0]], site) if names else config
     return plain_scheme(settings, LAYOUTS[packing], site)
 
@@ -31,13 +31,6 @@ def decode(tensors: Mapping[str, torch.Tensor], scheme: Scheme, site: str) -> De
     """Codes, scales and zeros of one site; see `Reader.decode`."""
     layout = awq.READER if scheme.checkpoint_format == "gemm" else gptq.READER
     return layout.decode(tensors, scheme, site)
-
-
-def _is_pattern_of(name: str, site: str) -> bool:
-    try:
-        return re.fullmatch(name, site) is not None
-    except (re.error, OverflowError, RecursionError) as error:
-        raise SourceError(f"quantization_config: extra_config holds {name!r}, no name or pattern: {error}") from error
 
 
 READER = Reader(quant_method="auto-round", group_keys=group_keys, scheme=scheme, decode=decode)

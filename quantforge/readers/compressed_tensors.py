@@ -16,12 +16,12 @@ import torch
 
 from quantforge.errors import SourceError
 from quantforge.readers import ActivationScheme, CacheReader, DecodedWeight, Reader, Scheme
+from quantforge.readers._expressions import fits
 from quantforge.readers.gptq import (
     FLOATS,
     expect,
     finite,
     group_index,
-    matches,
     sites_with,
     tensor,
     unpack_rows,
@@ -77,7 +77,7 @@ def _specificity(target: str, site: str) -> int:
     if target == site:
         return 3
     if target.startswith("re:"):
-        return 2 if matches(target[3:], site, "config_groups or ignore") else 0
+        return 2 if fits(target[3:], site, "config_groups or ignore") else 0
     return 1 if target == "Linear" else 0
 
 

@@ -4,7 +4,6 @@ Also what AutoGPTQ, GPTQModel, AutoRound and others write: act-order (``g_idx``)
 ``dynamic`` settings, inputs that are no multiple of the group size.
 """
 
-import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 
 from quantforge.errors import SourceError
 from quantforge.readers import DecodedWeight, Reader, Scheme
+from quantforge.readers._expressions import fits
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 MARKS = ("qweight", "qzeros")
@@ -43,7 +43,7 @@ def with_dynamic(config: Mapping[str, Any], site: str) -> Mapping[str, Any]:
         raise SourceError(f"quantization_config: dynamic is {dynamic!r}; expected a mapping of patterns to settings")
     for rule, override in dynamic.items():
         pattern = rule[2:] if rule[:2] in ("+:", "-:") else rule
-        if matches(pattern, site, "dynamic"):
+        if fits(pattern, site, "dynamic"):
             if rule.startswith("-:"):
                 raise SourceError(
                     f"{site} has packed tensors, but dynamic rule {rule!r} says it is not quantized", "ignored"
@@ -149,14 +149,6 @@ def sites_with(keys: Iterable[str], suffixes: Collection[str], marks: Collection
         if site and suffix in suffixes:
             found.setdefault(site, {})[suffix] = key
     return {site: parts for site, parts in found.items() if any(mark in parts for mark in marks)}
-
-
-def matches(pattern: str, site: str, key: str) -> bool:
-    """``re.match`` of a pattern found in a config; SourceError when it is not a regular expression."""
-    try:
-        return re.match(pattern, site) is not None
-    except (re.error, OverflowError, RecursionError) as error:
-        raise SourceError(f"quantization_config: {key} holds {pattern!r}, not a regular expression: {error}") from error
 
 
 def words_for(count: int, bits: int) -> int:

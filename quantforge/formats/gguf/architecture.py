@@ -5,7 +5,7 @@ qwen2.cpp, qwen3.cpp).
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ SCALINGS = {  # rope types, each with the parameters that can be written down
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"},
 }
+ROPE_SIZES = {"original_max_position_embeddings"}
+SHOWN = 40
 UNSCALED_SUFFIX = "rotary_emb.inv_freq"
 """Computed from the config; some old checkpoints store it as well."""
 
@@ -44,25 +46,47 @@ def gguf_package() -> Any:
 def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
     """Everything in config.json that llama.cpp computes otherwise, or that the file has no words for."""
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         yield f"model_type {model_type!r} is not known to this writer; it knows {', '.join(ARCHITECTURES)}"
         return
     needed = [*NEEDED, *(["num_key_value_heads"] * (model_type != "llama")), *(["head_dim"] * (model_type == "qwen3"))]
     missing = [key for key in needed if config.get(key) is None]
     if missing:
         yield f"config.json does not say {', '.join(missing)}, which a GGUF file states"
+    sizes = {*needed, "num_key_value_heads", "head_dim", *(["sliding_window"] * (model_type == "mistral"))}
+    odd = [*_no_sizes(config, sizes - {"rms_norm_eps"}), *_no_numbers(config, {"rms_norm_eps"})]
+    yield from odd
+    if not missing and not odd:
+        yield from _head_problems(config)
     if config.get("hidden_act", "silu") != "silu":
         yield f"hidden_act is {config['hidden_act']!r}; llama.cpp computes these models with silu"
     if config.get("use_sliding_window") and model_type != "mistral":
         yield "use_sliding_window is true; llama.cpp attends to everything in Qwen models"
+    yield from _rope_problems(config, model_type)
+
+
+def _rope_problems(config: Mapping[str, Any], model_type: str) -> Iterator[str]:
+    """What cannot be said of rotary embeddings."""
+    if odd := list(_odd(config, ("rope_scaling", "rope_parameters"), "an object", lambda v: isinstance(v, Mapping))):
+        yield from odd
+        return
     rope = rope_parameters(config)
     kind = rope["rope_type"]
-    if kind not in SCALINGS or (kind == "llama3" and ARCHITECTURES[model_type] != "llama"):
+    known = isinstance(kind, str) and kind in SCALINGS
+    if not known or (kind == "llama3" and ARCHITECTURES[model_type] != "llama"):
         yield f"rope_type {kind!r} is not known to this writer for {model_type}; it knows {', '.join(SCALINGS)}"
         return
-    needed_of_rope = SCALINGS[kind] - {"beta_fast", "beta_slow"}
-    if lacking := sorted(key for key in needed_of_rope if rope.get(key) is None):
+    numbers = {"rope_theta", *SCALINGS[kind]} - ROPE_SIZES
+    odd = [*_no_sizes(rope, SCALINGS[kind] & ROPE_SIZES), *_no_numbers(rope, numbers)]
+    odd += _odd(rope, rope.keys() - numbers, "a plain value", lambda value: not isinstance(value, Mapping))
+    if odd:
+        yield from odd
+        return
+    needed = SCALINGS[kind] - {"beta_fast", "beta_slow"}
+    if lacking := sorted(key for key in needed if rope.get(key) is None):
         yield f"the rope parameters do not say {', '.join(lacking)}, which rope_type {kind!r} needs"
+    elif kind == "llama3" and rope["high_freq_factor"] <= rope["low_freq_factor"]:
+        yield f"high_freq_factor {rope['high_freq_factor']} must be above low_freq_factor {rope['low_freq_factor']}"
     meant = {key for key, value in rope.items() if value is not None} - SCALINGS[kind] - {"rope_type", "rope_theta"}
     if rope.get("partial_rotary_factor") in (1, None):
         meant -= {"partial_rotary_factor"}
@@ -72,14 +96,38 @@ def config_problems(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"rope parameters that this writer does not know for rope_type {kind!r}: {', '.join(sorted(meant))}"
 
 
+def _head_problems(config: Mapping[str, Any]) -> Iterator[str]:
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+    if not config.get("head_dim") and hidden % heads:
+        yield f"{heads} heads do not divide hidden_size {hidden}, and there is no head_dim"
+    elif head_size(config) % 2:
+        yield f"heads have {head_size(config)} dimensions, which rotary embeddings turn in pairs"
+
+
+def _no_sizes(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:
+    return _odd(values, keys, "a whole number above 0", lambda value: type(value) is int and 0 < value < 1 << 31)
+
+
+def _no_numbers(values: Mapping[str, Any], keys: Iterable[str]) -> Iterator[str]:
+    return _odd(values, keys, "a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf)
+
+
+def _odd(values: Mapping[str, Any], keys: Iterable[str], wanted: str, fits: Callable[[Any], bool]) -> Iterator[str]:
+    """A problem for each value that is there and is not what is wanted."""
+    for key in sorted(keys):
+        if (value := values.get(key)) is not None and not fits(value):
+            yield f"{key} is {repr(value)[:SHOWN]}; {wanted} is needed"
+
+
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     """``rope_parameters``, or what older configs called ``rope_theta`` and ``rope_scaling``, under today's names."""
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = rope.pop("type", None)
+    thetas = (rope.get("rope_theta"), config.get("rope_theta"), DEFAULT_THETA)
     return {
         **rope,
         "rope_type": rope.get("rope_type") or kind or "default",
-        "rope_theta": float(rope.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA),
+        "rope_theta": next(theta for theta in thetas if theta is not None),
     }
 
 
@@ -105,7 +153,7 @@ def add_hyperparameters(writer: Any, config: Mapping[str, Any]) -> None:
         writer.add_sliding_window(config["sliding_window"])
     rope = rope_parameters(config)
     writer.add_rope_dimension_count(head_size(config))
-    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
     if rope["rope_type"] in ("linear", "yarn"):
         kinds = gguf_package().RopeScalingType
         writer.add_rope_scaling_type(kinds.LINEAR if rope["rope_type"] == "linear" else kinds.YARN)

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from quantforge.contracts import Subject, Verdict, contract_names, load_contract
 from quantforge.errors import SourceError, UsageError
-from quantforge.model.gguf_file import GgufCheckpoint
+from quantforge.model.gguf_file import GgufCheckpoint, is_gguf_file
 from quantforge.model.packed import quantization_config
 from quantforge.model.source import Checkpoint, open_checkpoint, resolve_model
 from quantforge.pipeline.examine.config import Quantization, check_side_configs, check_side_files, find_quantization
 from quantforge.pipeline.examine.files import Files, check_manifest, read_files
 from quantforge.pipeline.examine.findings import Examination, Finding, error
-from quantforge.pipeline.examine.gguf import check_values, open_gguf_of
+from quantforge.pipeline.examine.gguf import check_values, open_gguf_of, require_alone
 from quantforge.pipeline.examine.model import check_model, seen_as_float
 from quantforge.pipeline.examine.reference import Comparison
 from quantforge.pipeline.examine.sites import Site, check_cache, check_floats, check_fused, check_version, read_sites
@@ -35,22 +35,27 @@ def examine(
     """Read everything in a checkpoint directory and tell what is wrong.
 
     Args:
+        model: a directory, a hub id, or a GGUF file beside its config.json.
         reference: the float model it was made from; kept tensors must equal its own byte for byte, and each site's
             distance from the original weight is measured.
         tensor_parallel: over how many devices servers would split it.
 
     Raises:
         SourceError: there is no directory, or the reference cannot be read. What is wrong inside is a finding.
-        UsageError: the reference is quantized itself, or the checkpoint is GGUF and cannot be compared with it.
+        UsageError: the reference is quantized itself, or the checkpoint is GGUF and cannot be compared with it, or a
+            GGUF file beside weights of another kind.
     """
-    path = resolve_model(model)
+    file = Path(model) if is_gguf_file(Path(model)) else None
+    if file is not None:
+        require_alone(file)
+    path = resolve_model(model if file is None else file.parent)
     if several := _checkpoints_in(path):
         text = f"the directory holds several checkpoints; verify each of {', '.join(several)}"
         return Examination(str(model), None, 0, 0, (error("several", str(path), text),))
     comparison = None if reference is None else Comparison(_open_reference(reference))
-    files, findings = read_files(path)
+    files, findings = read_files(path, None if file is None else file.name)
     changed, notes = check_manifest(files)
-    if (gguf := open_gguf_of(path, findings)) is not None:
+    if (gguf := open_gguf_of(path, file, findings)) is not None:
         findings += check_values(gguf)
         if comparison is not None:
             raise UsageError(f"{path} is GGUF, which --reference is not compared with; verify it without")

@@ -58,8 +58,11 @@ class Files:
         return self.checkpoint.path
 
 
-def read_files(path: Path) -> tuple[Files, list[Finding]]:
-    """Read names, JSON files and headers of a directory; no tensor is read. SourceError when it cannot be listed."""
+def read_files(path: Path, gguf: str | None = None) -> tuple[Files, list[Finding]]:
+    """Read names, JSON files and headers of a directory; no tensor is read. SourceError when it cannot be listed.
+
+    `gguf` names the one of its GGUF files that is meant; the others are left alone.
+    """
     findings: list[Finding] = []
     outside = sorted(entry.name for entry in path.iterdir() if entry.is_symlink() and leaves(entry))
     findings += [
@@ -68,7 +71,8 @@ def read_files(path: Path) -> tuple[Files, list[Finding]]:
         )
         for name in outside
     ]
-    names = tuple(name for name in file_names(path) if name not in outside)
+    others = () if gguf is None else (name for name in file_names(path) if name.endswith(".gguf") and name != gguf)
+    names = tuple(name for name in file_names(path) if name not in {*outside, *others})
     objects = _read_objects(path, names, findings)
     index = _read_index(path, names, findings)
     weights = _weight_files(names, index, findings)

@@ -5,18 +5,30 @@ from pathlib import Path
 
 import torch
 
-from quantforge.errors import SourceError
+from quantforge.errors import SourceError, UsageError
 from quantforge.model.gguf_file import GgufCheckpoint, gguf_files, open_gguf
+from quantforge.model.pickles import PICKLE_SUFFIXES
+from quantforge.model.shards import file_names
+from quantforge.pipeline.examine.files import WEIGHTS_SUFFIX
 from quantforge.pipeline.examine.findings import Finding, error, refused
 
 
-def open_gguf_of(path: Path, findings: list[Finding]) -> GgufCheckpoint | None:
-    """The GGUF file of a directory, when it has one and no safetensors; what cannot be read is a finding."""
-    files = gguf_files(path)
+def require_alone(file: Path) -> None:
+    """UsageError for a GGUF file in a directory with weights of another kind."""
+    if others := [name for name in file_names(file.parent) if name.endswith((WEIGHTS_SUFFIX, *PICKLE_SUFFIXES))]:
+        raise UsageError(
+            f"{file.parent} holds {others[0]} beside {file.name}, and config.json may be theirs; put the GGUF file and "
+            "its config.json into a directory of their own"
+        )
+
+
+def open_gguf_of(path: Path, file: Path | None, findings: list[Finding]) -> GgufCheckpoint | None:
+    """The GGUF `file`, or that of a directory that has one and no safetensors; what cannot be read is a finding."""
+    files = gguf_files(path) if file is None else [file]
     if not files or any(path.glob("*.safetensors")):
         return None
     try:
-        return open_gguf(path)
+        return open_gguf(file or path)
     except SourceError as fault:
         findings.append(error("gguf", files[0].name, str(fault)))
         return None
