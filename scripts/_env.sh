@@ -12,7 +12,7 @@ fail() {
     exit 1
 }
 
-# The tested versions need Python 3.11. (The package itself, with older dependencies, also allows 3.10.)
+# The tested versions need Python 3.11, as the package does.
 suitable() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null
 }

@@ -32,8 +32,6 @@ WRITTEN = [
 
 @pytest.fixture
 def project() -> dict[str, Any]:
-    if sys.version_info < (3, 11):
-        pytest.skip("needs tomllib")
     import tomllib
 
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))

@@ -119,8 +119,8 @@ def _kind(layer: nn.Module) -> object:
 def token_counts(weights: Mapping[str, Tensor], groups: Sequence[InputGroup], hidden: Tensor) -> Tensor | None:
     """How much each token of `hidden` [batch, length, hidden], the first ones, counts in a layer's output.
 
-    [batch, length]: the weights at the sites that are called last, whose outputs are added to the hidden states, so that
-    gradients there are those of the layer's output. None when no site has weights that are not all zero.
+    [batch, length]: the weights at the sites that are called last, whose outputs are added to the hidden states, so
+    that gradients there are those of the layer's output. None when no site has weights that are not all zero.
     """
     batch, length, _ = hidden.shape
     for group in reversed(groups):
