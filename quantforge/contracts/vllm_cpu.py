@@ -25,8 +25,8 @@ FP8_CACHE = (
 )
 PER_HEAD = f"{VERSION}, vllm/v1/attention/backend.py, AttentionBackend.supports_per_head_quant_scales"
 ROUNDS = (
-    "with AMX and bfloat16 it rounds activations to 8 bits; --dtype float16 keeps them, and VLLM_CPU_INT4_W4A8=0 in its "
-    "environment does in bfloat16 (both measured)"
+    "with AMX and bfloat16 it rounds activations to 8 bits; --dtype float16 keeps them, and VLLM_CPU_INT4_W4A8=0 in "
+    "its environment does in bfloat16 (both measured)"
 )
 SATURATES = (
     "without VNNI, 8-bit products overflow 16 bits: weights that use all of -127 to 127 are multiplied with errors of "
