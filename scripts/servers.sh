@@ -133,6 +133,7 @@ run_vllm() {
         w8-asym-g64/compressed-tensors mixed/compressed-tensors mixed/gptq; do
         cell vllm_server "$name" --python "$SERVER"
     done
+    cell vllm_server w4-asym-g64/compressed-tensors --python "$SERVER" --env VLLM_CPU_INT4_W4A8=0
 }
 
 run_llama-cpp() {

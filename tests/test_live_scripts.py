@@ -108,6 +108,13 @@ def test_the_reason_is_the_last_error_that_reports_no_other(script: Any) -> None
     assert live.reason("OSError: /some/where/model.gguf is /v1 or a/b") == "OSError: model.gguf is /v1 or a/b"
 
 
+def test_a_mismatch_of_shapes_is_told_with_the_same_tensor_whatever_the_order_of_the_report(script: Any) -> None:
+    lines = ["b.weight_zero_point | MISMATCH | ckpt: [2]", "a.weight_zero_point  | MISMATCH | ckpt: [1]   "]
+    told = script("transformers_loader").mismatch
+    assert told("\n".join(lines)) == told("\n".join(lines[::-1])) == "; a.weight_zero_point | MISMATCH | ckpt: [1]"
+    assert told("- MISMATCH: weights were loaded, but did not fit\nRuntimeError") == ""
+
+
 # ------------------------------------------------------------------------------------------------ starting and stopping
 
 FAKE = """

@@ -43,7 +43,7 @@ def check(subject: Subject) -> Verdict:
 CONTRACT = Contract(
     name="llama-cpp",
     summary="llama.cpp and what is built on it",
-    versions="GGUF version 3; Q4_0 run on a CPU with node-llama-cpp 3.22.1, the rest read in its source",
+    versions="GGUF version 3; Q4_0 and Q8_0 run on a CPU with node-llama-cpp 3.22.1, the rest read in its source",
     tried=True,
     check=check,
 )

@@ -62,6 +62,12 @@ def ask(python: Path, export: Path, way: str, count: int, threads: int) -> tuple
     return found, ""
 
 
+def mismatch(log: str) -> str:
+    """The first by name of the tensors that transformers reports, in no fixed order, as of shapes not its own."""
+    shapes = sorted(" ".join(line.split()) for line in log.splitlines() if "| MISMATCH |" in line)
+    return f"; {shapes[0]}" if shapes else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("export", type=Path)
@@ -85,8 +91,7 @@ def main() -> None:
     }
     if found is None:
         print(log, file=sys.stderr)
-        shapes = next((f"; {line.strip()}" for line in log.splitlines() if "MISMATCH" in line), "")
-        sys.exit(finish(Row(**about, outcome=REFUSED, error=reason(log) + shapes), asked.json))
+        sys.exit(finish(Row(**about, outcome=REFUSED, error=reason(log) + mismatch(log)), asked.json))
     answers = [Answer(**each | {"first": dict(each["first"])}) for each in found["answers"]]
     limit = ACTIVATIONS_LIMIT if "activations" in about["grid"] else LIMITS[kind]
     about |= compared(answers, asked.export, asked.model, limit)
