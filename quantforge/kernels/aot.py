@@ -63,22 +63,25 @@ class Build:
     warps: int = 4
     stages: int = 3
     aligned: tuple[str, ...] = ("N",)
-    grid: tuple[int, int, int] = (1, 1, 1)
+    grid: tuple[int, int, int] = field(default=(1, 1, 1), compare=False)
 
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise UsageError(f"no kernel is compiled for {self.target}; known are {', '.join(TARGETS)}")
 
     def __str__(self) -> str:
-        """``planar_matmul-sm_90-fp16-16x128-4bit-g128-w32``."""
+        """``planar_matmul-sm_90-fp16-16x128-4bit-g128-w32-partial``: equal builds, and only they, have equal names."""
         known = self.known
         parts = [self.entry, self.target, self.dtype]
         if "BLOCK_M" in known:
             parts.append(f"{known['BLOCK_M']}x{known['BLOCK_N']}")
         if "BITS" in known:
-            parts += [f"{known['BITS']}bit", f"g{known['GROUP']}", f"w{known['PLANE']}"]
+            parts += [f"{known['BITS']}bit", f"g{known['GROUP']}" if known["GROUP"] else "row", f"w{known['PLANE']}"]
             parts += ["sym"] if "zeros" in known else []
-        parts += [f"split{self.grid[2]}"] if self.grid[2] > 1 else []
+            parts += [] if known["WHOLE_K"] else ["padded"]
+        parts += [f"splits{known['SPLITS']}"] if "SPLITS" in known else []
+        parts += ["partial"] if known.get("PARTIAL") else [] if "bias" in known else ["bias"]
+        parts += [] if self.aligned or "BLOCK_M" not in known else ["ragged"]
         return "-".join(parts)
 
     @property

@@ -16,7 +16,10 @@ from quantforge.errors import QuantforgeError
 MATRIX_OPCODES = ("HMMA", "HGMMA", "IMMA", "IGMMA", "UTCHMMA", "UTCIMMA", "v_mfma", "v_wmma")
 """How instructions of the matrix units begin, NVIDIA's and AMD's."""
 
-_SASS = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)(.*?);")
+_SHAPES = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8, "16832": 16 * 8 * 32}
+_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+
+_SASS = re.compile(r"\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.x]+)(.*?);")
 _LABEL = re.compile(r"^(\.L\w+):")
 _AMD = re.compile(r"^\s+([a-z]\w+)(.*)")
 _AMD_BYTES = {"ubyte": 1, "ushort": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
@@ -48,6 +51,17 @@ class Inspection:
         return sum(count for opcode, count in self.loop.items() if opcode.startswith(MATRIX_OPCODES))
 
     @property
+    def matrix_products(self) -> int | None:
+        """Multiplications of two numbers by one warp in the main loop; None where opcodes do not tell their shape."""
+        total = 0
+        for opcode, count in self.loop.items():
+            if opcode.startswith(MATRIX_OPCODES):
+                if (products := products_of(opcode)) is None:
+                    return None
+                total += products * count
+        return total
+
+    @property
     def load_bytes(self) -> Counter[int]:
         """Bytes of a load from global memory -> loads of that size in the main loop, by one thread."""
         sizes: Counter[int] = Counter()
@@ -59,6 +73,14 @@ class Inspection:
     def instructions_per_weight(self, weights: int, threads: int) -> float:
         """Instructions of the main loop over all `threads` of a program, for each of its `weights` in one turn."""
         return self.loop_instructions * threads / weights
+
+
+def products_of(opcode: str) -> int | None:
+    """Multiplications that one warp does with a matrix instruction; None when its name has no shape."""
+    if (shape := _SHAPE.search(opcode)) is not None:
+        m, n, k = map(int, shape.groups())
+        return m * n * k // (4 if "GMMA" in opcode else 1)  # four warps share one of Hopper's
+    return next((_SHAPES[part] for part in opcode.split(".") if part in _SHAPES), None)
 
 
 def load_size(opcode: str) -> int | None:

@@ -53,7 +53,7 @@ UNLIMITED = 1 << 62
 
 PLANAR = (
     Row(16, ANY_WIDTH, ("",), Tile(16, 128, after_dot=True)),
-    Row(32, ANY_WIDTH, ("",), Tile(32, 64, after_dot=True)),
+    Row(32, ANY_WIDTH, ("",), Tile(32, 128, after_dot=True)),
     Row(64, ANY_WIDTH, ("sm_90",), Tile(64, 128, transposed=True)),
     Row(64, ANY_WIDTH, ("",), Tile(64, 128)),
     Row(UNLIMITED, ANY_WIDTH, ("",), Tile(128, 128, warps=8, transposed=True)),
