@@ -6,14 +6,17 @@ hold NaN scales. QUANTFORGE_KERNELS=all takes every combination, not the subset 
 
 import itertools
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
+from quantforge.errors import UsageError
 from quantforge.kernels import planar, rows
 from quantforge.kernels.launch import launch_planar, planar_linear, round_tokens, target_of
 from quantforge.kernels.tiles import Tile, planar_constants, planar_tile
+from quantforge.kernels.tuning import candidates, tune_tile
 from quantforge.kernels.w4a16 import w4a16_gated_triton, w4a16_linear_triton
 from quantforge.kernels.w8a8 import w8a8_linear_triton
 from quantforge.kernels.w8a16 import w8a16_gated_triton, w8a16_linear_triton
@@ -182,6 +185,26 @@ def test_tokens_are_rounded_as_in_evaluation() -> None:
     assert codes[2, :8].tolist() == [127, 0, 2, 2, 0, -2, -128, 127]
     assert not codes[:, 1100:].any() and not codes[1].any()
     assert torch.equal(codes[:, :1100] * steps[:, None], quantize_tokens(x.clone(), ActivationSpec(8)))
+
+
+def test_tuning_takes_the_quickest_tile_and_every_candidate_is_right() -> None:
+    (x, words, scales, zeros, _), _ = problem(4, 64, torch.float16, 2, (128, 256), False)
+    bias_free = planar_linear(x, words, scales, zeros, None, bits=4, group_size=64, out_features=128)
+    times = iter([3.0, 2.0, 1.0, *[5.0] * 20])
+    seen = []
+
+    def timed(call: Callable[[], Tensor]) -> float:
+        seen.append(call())
+        return next(times)
+
+    sizes = {"bits": 4, "group_size": 64}
+    tiles = list(candidates(x, words, **sizes))
+    assert tune_tile(x, words, scales, zeros, **sizes, out_features=128, timer=timed) == (tiles[2], 1.0)
+    assert len(seen) == len(tiles) == len(set(tiles)) >= 6
+    for found in seen:
+        assert_close(found, bias_free.double(), torch.float16)
+    with pytest.raises(UsageError, match="timed on a GPU, and x is on cpu"):
+        tune_tile(x, words, scales, zeros, **sizes, out_features=128)
 
 
 def test_no_rows_are_no_launch_and_errors_name_the_shapes() -> None:

@@ -30,8 +30,8 @@ def recipe_for(tiny_exports: dict[str, Path], output: Path, **own: object) -> Re
 
 @pytest.fixture(scope="module")
 def bundled(tiny_exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export with kernels, 8-bit down_proj and 3-bit k_proj among it."""
-    rules = ({"match": "*.down_proj", "bits": 8, "group_size": -1}, {"match": "*.k_proj", "bits": 3})
+    """An export with kernels, 8-bit down_proj and 3-bit o_proj among it."""
+    rules = ({"match": "*.down_proj", "bits": 8, "group_size": -1}, {"match": "*.o_proj", "bits": 3})
     recipe = recipe_for(tiny_exports, tmp_path_factory.mktemp("bundled") / "out", bundle_kernels=TARGETS, rules=rules)
     assert list(quantize(recipe, make_plan(recipe)))
     return Path(str(recipe.output))
@@ -53,7 +53,7 @@ def test_the_manifest_describes_every_binary_and_every_shape(bundled: Path) -> N
         assert entry["arguments"][0] == ["x", "*bf16"] and entry["multiples_of_16"]
     assert {entry["file"].rpartition(".")[2] for entry in described.values()} == {"cubin", "hsaco"}
     served = {(m["out_features"], m["in_features"], m["bits"], m["target"], m["step"]) for m in manifest["matrices"]}
-    shapes = [(32, 32, 4), (16, 32, 4), (64, 32, 4), (32, 64, 8)]  # q and o; v; gate and up; down
+    shapes = [(32, 32, 4), (16, 32, 4), (64, 32, 4), (32, 64, 8)]  # q; k and v; gate and up; down
     assert served == {
         (*shape, target, step) for shape in shapes for target in TARGETS for step in ("decode", "prefill")
     }
@@ -61,7 +61,7 @@ def test_the_manifest_describes_every_binary_and_every_shape(bundled: Path) -> N
     for matrix in manifest["matrices"]:
         assert all(launch["binary"] in described and len(launch["grid"]) == 3 for launch in matrix["launches"])
     assert [(m["out_features"], m["bits"], m["reason"]) for m in manifest["without"]] == [
-        (16, 3, "no kernel reads codes of 3 bits")
+        (32, 3, "no kernel reads codes of 3 bits")
     ]
 
 
