@@ -32,7 +32,7 @@ BITS = (4, 8)
 GROUPS = (32, 64, 128, -1)
 DTYPES = (torch.float16, torch.bfloat16)
 ROWS = (1, 2, 15, 16, 17, 64)
-SHAPES = ((64, 256), (100, 328), (192, 576), (70, 201))
+SHAPES = ((64, 256), (100, 336), (192, 576), (70, 201))
 """(out, in): whole blocks; ragged both; the plane of 16; inputs of an odd number, copied to be aligned."""
 
 
@@ -112,12 +112,12 @@ def test_tiles(bits: int, dtype: torch.dtype, splits: int, after_dot: bool, tran
 
 @pytest.mark.parametrize("count", [3, 129])
 def test_nothing_is_written_beside_the_result(count: int) -> None:
-    (x, words, scales, zeros, bias), expected = problem(4, 64, torch.float16, count, (100, 200), False)
+    (x, words, scales, zeros, bias), expected = problem(4, 64, torch.float16, count, (100, 208), False)
     memory = torch.full((count * 100 + 2 * GUARD,), 7.0, dtype=torch.float16)
     out = memory[GUARD:-GUARD].view(count, 100)
-    width = planar.plane_width(4, 64, 200)
+    width = planar.plane_width(4, 64, 208)
     tile = planar_tile(4, width, count, 128, words.shape[0] // width, "interpreter")
-    constants = planar_constants(4, 64, width, 200, tile)
+    constants = planar_constants(4, 64, width, 208, tile)
     launch_planar(x, words, scales, zeros, bias, out, 100, constants, tile, target_of(x.device), gated=False)
     assert_close(out, expected, torch.float16)
     assert (memory[:GUARD] == 7).all() and (memory[-GUARD:] == 7).all()
@@ -214,5 +214,9 @@ def test_no_rows_are_no_launch_and_errors_name_the_shapes() -> None:
         w4a16_linear_triton(x.float(), words, scales, zeros, bias, 64, 100)
     with pytest.raises(ValueError, match=r"100 x 200 of 8 bits, group 64, are int16"):
         w8a16_linear_triton(x, words, scales, zeros, bias, 64, 100)
+    with pytest.raises(ValueError, match=r"scales are torch.float16 \(4, 64\); expected torch.float16 \(4, 128\)"):
+        w4a16_linear_triton(x, words, scales[:, :64], None, bias, 64, 100)
+    with pytest.raises(ValueError, match=r"bias is \(99,\); expected \(100,\)"):
+        w4a16_linear_triton(x, words, scales, zeros, bias[:99], 64, 100)
     with pytest.raises(ValueError, match="not the packed form of 100 x 200"):
         w8a8_linear_triton(x, torch.zeros(64, 256, dtype=torch.int8), torch.ones(64), None, 100)

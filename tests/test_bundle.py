@@ -80,6 +80,22 @@ def test_verify_compares_the_hashes_of_kernels_too(bundled: Path) -> None:
     binary.write_bytes(original)
 
 
+@needs_triton
+def test_a_conversion_has_kernels_too(tiny_exports: dict[str, Path], tmp_path: Path) -> None:
+    from quantforge.pipeline.convert import convert_checkpoint
+
+    convert_checkpoint(tiny_exports["w8a8"], "compressed-tensors", tmp_path / "out", targets=["gfx942"])
+    manifest = json.loads((tmp_path / "out" / "kernels" / "manifest.json").read_text())
+    entries = {entry["entry"] for entry in manifest["binaries"]}
+    assert entries == {"round_tokens", "int8_matmul"} and not manifest["without"]
+    assert (
+        f"kernels/{manifest['binaries'][0]['file']}"
+        in json.loads((tmp_path / "out" / "quantforge.json").read_text())["files"]
+    )
+    with pytest.raises(PlanError, match="no kernels for sm_70"):
+        convert_checkpoint(tiny_exports["w8a8"], "compressed-tensors", tmp_path / "other", targets=["sm_70"])
+
+
 LINEAR = """
 import sys, torch
 sys.modules["quantforge"] = None  # importing it fails from here on

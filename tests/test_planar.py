@@ -86,8 +86,8 @@ def test_what_does_not_fit_is_refused() -> None:
         planar.pack(codes, scales, zeros, bits=3, group_size=32)
     with pytest.raises(ValueError, match=r"scales are \(8, 2\), not \(8, 4\)"):
         planar.pack(codes, scales, zeros, bits=4, group_size=16)
-    with pytest.raises(ValueError, match="code 16 does not fit in 4 bits"):
-        planar.pack(codes | 16, scales, zeros, bits=4, group_size=32)
+    with pytest.raises(ValueError, match="code 31 does not fit in 4 bits"):
+        planar.pack(codes | 31, scales, zeros, bits=4, group_size=32)
     with pytest.raises(ValueError, match="words are"):
         words, *rest = planar.pack(codes, scales, zeros, bits=4, group_size=32)
         planar.unpack(words[1:], *rest, bits=4, group_size=32, out_features=8, in_features=64)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantforge.kernels import rows
-from quantforge.kernels.planar import padded_shape, plane_width, planes_of, whole_group
+from quantforge.kernels.planar import WHOLE_ROW, inputs_read, padded_shape, plane_width, planes_of, whole_group
 from quantforge.kernels.tiles import Tile, int8_tile, planar_constants, planar_tile
 
 COMBINED = 1024
@@ -46,12 +46,12 @@ def planar_linear(
         ValueError: another dtype, or shapes that do not belong together.
     """
     in_features = x.shape[-1]
-    _check(x, words, scales, zeros, bits, group_size, out_features)
+    _check(x, words, scales, zeros, bias, bits, group_size, out_features)
     if gated and out_features % 2:
         raise ValueError(f"gate and up are equally many, not {out_features} together")
     flat = x.reshape(-1, in_features).contiguous()
-    if in_features % 8:  # rows then begin at no multiple of 16 bytes
-        flat = torch.nn.functional.pad(flat, (0, words.shape[0] * planes_of(bits) - in_features))
+    if (added := inputs_read(bits, group_size, in_features) - in_features) > 0:
+        flat = torch.nn.functional.pad(flat, (0, added))
     group, width = whole_group(group_size, in_features), plane_width(bits, group_size, in_features)
     blocks = words.shape[0] // width
     count, columns = flat.shape[0], words.shape[1]
@@ -173,6 +173,8 @@ def target_of(device: torch.device) -> str:
     if torch.version.hip is not None:
         return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
     major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        raise ValueError(f"no kernel runs on {device}, an sm_{major}{minor}; they need sm_80 or newer")
     return f"sm_{major}{minor}"
 
 
@@ -182,10 +184,17 @@ def _current(x: Tensor) -> AbstractContextManager[Any]:
 
 
 def _check(
-    x: Tensor, words: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, out_features: int
+    x: Tensor,
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bias: Tensor | None,
+    bits: int,
+    group_size: int,
+    out_features: int,
 ) -> None:
-    if x.dtype not in FLOATS:
-        raise ValueError(f"activations are {x.dtype}; the kernels take float16 and bfloat16")
+    if x.dtype not in FLOATS or scales.dtype not in FLOATS:
+        raise ValueError(f"x is {x.dtype}, scales are {scales.dtype}; the kernels take float16 and bfloat16")
     padded_out, padded_in = padded_shape(bits, group_size, out_features, x.shape[-1])
     expected = (padded_in // planes_of(bits), padded_out)
     if tuple(words.shape) != expected or words.dtype != torch.int16:
@@ -193,5 +202,12 @@ def _check(
             f"words are {words.dtype} {tuple(words.shape)}; {out_features} x {x.shape[-1]} of {bits} bits, group "
             f"{group_size}, are int16 {expected}"
         )
-    if scales.shape[1] != padded_out or (zeros is not None and zeros.shape != scales.shape):
-        raise ValueError(f"scales {tuple(scales.shape)} and zeros do not belong to words {tuple(words.shape)}")
+    if words.numel() >= 1 << 31:
+        raise ValueError(f"words {expected} are more than a kernel can count in 32 bits")
+    group = whole_group(group_size, x.shape[-1])
+    corners = (1 if group == WHOLE_ROW else -(-padded_in // group), padded_out)
+    for name, values in (("scales", scales), ("zeros", zeros)):
+        if values is not None and (tuple(values.shape) != corners or values.dtype != scales.dtype):
+            raise ValueError(f"{name} are {values.dtype} {tuple(values.shape)}; expected {scales.dtype} {corners}")
+    if bias is not None and tuple(bias.shape) != (out_features,):
+        raise ValueError(f"bias is {tuple(bias.shape)}; expected {(out_features,)}")

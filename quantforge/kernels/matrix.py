@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from quantforge.kernels import rows as int8_layout
 from quantforge.kernels.aot import Build
-from quantforge.kernels.planar import padded_shape, plane_width, planes_of, whole_group
+from quantforge.kernels.planar import inputs_read, padded_shape, plane_width, planes_of, whole_group
 from quantforge.kernels.tiles import int8_tile, planar_constants, planar_tile
 
 LONG = 4096
@@ -25,11 +25,12 @@ def planar_build(
     out_features: int = LONG,
     in_features: int = LONG,
 ) -> Build:
-    """The kernel for up to `rows` of activations times one matrix; its grid is `planar_grid`."""
+    """The kernel for up to `rows` of activations times one matrix, as `launch.planar_linear` would compile it."""
     width = plane_width(bits, group_size, in_features)
     columns, padded_in = padded_shape(bits, group_size, out_features, in_features)
     tile = planar_tile(bits, width, rows, columns, padded_in // width // planes_of(bits), target)
-    constants: dict[str, Any] = planar_constants(bits, whole_group(group_size, in_features), width, in_features, tile)
+    group, read = whole_group(group_size, in_features), inputs_read(bits, group_size, in_features)
+    constants: dict[str, Any] = planar_constants(bits, group, width, read, tile)
     absent = {"zeros": None} if symmetric else {}
     if tile.splits > 1 or not bias:
         absent["bias"] = None

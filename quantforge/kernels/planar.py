@@ -72,6 +72,11 @@ def padded_shape(bits: int, group_size: int, out_features: int, in_features: int
     return _up(out_features, COLUMNS), _up(in_features, block)
 
 
+def inputs_read(bits: int, group_size: int, in_features: int) -> int:
+    """Inputs of the activations as a kernel is given them: rows that begin at no multiple of 32 bytes are padded."""
+    return in_features if in_features % 16 == 0 else padded_shape(bits, group_size, 1, in_features)[1]
+
+
 def pack(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, *, bits: int, group_size: int
 ) -> tuple[Tensor, Tensor, Tensor | None]:
