@@ -59,6 +59,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "default+refit": {"options": {"refits": 2}},
     "default+original": {"sequential": "none"},
     "awq+default": {"method": "awq+gptq"},
+    "awq+best+refit": {"preset": "best", "method": "awq+gptq", "options": {"refits": 2}},
 }
 """``gptq`` is the plain method, min-max grids and equal tokens; ``default`` is what the command does on its own."""
 

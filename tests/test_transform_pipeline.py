@@ -19,7 +19,7 @@ from quantforge.pipeline import transform as transform_module
 from quantforge.pipeline.method import choose_method
 from quantforge.pipeline.plan import Plan, make_plan
 from quantforge.pipeline.run import quantize
-from quantforge.pipeline.transform import LayerTransforms, rows_per_batch
+from quantforge.pipeline.transform import LayerTransforms, rows_per_batch, token_counts
 from quantforge.recipe import CalibrationRecipe, Recipe, default_output
 from quantforge.report import Event, LayerDone, LayerReport, LayerTransformed, RunFinished, RunReport
 from quantforge.spec import ActivationSpec
@@ -242,6 +242,14 @@ def harmful(problem: FoldProblem) -> FoldSolution:
     channel = torch.arange(int(problem.channels.max()) + 1)
     scale = torch.where(channel % 16 == 0, 1000.0, 1.0)[problem.channels]
     return FoldSolution(scale, 0.5, "harm", 1.0, 0.0)
+
+
+def test_tokens_count_at_a_layer_as_they_do_at_its_sites_in_the_mean() -> None:
+    hidden = torch.zeros(2, 2, 8)  # the first batch, 4 of 6 tokens
+    weights = {"a": torch.tensor([1.0, 3, 2, 2, 9, 9]), "b": torch.tensor([8.0, 0, 4, 4, 0, 0]), "c": torch.zeros(6)}
+    counts = token_counts(weights, hidden)
+    assert counts is not None and counts.tolist() == [[1.25, 0.75], [1.0, 1.0]]
+    assert token_counts({}, hidden) is None and token_counts({"c": torch.zeros(6)}, hidden) is None
 
 
 def test_a_fold_that_raises_the_layers_error_is_not_kept(outliers: Path, words: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from quantforge.transforms import (
     tied_mean,
     transform_names,
 )
-from quantforge.transforms.smoothquant import joint_error
+from quantforge.transforms.smoothquant import ALPHAS, _descend, _Expected, joint_error
 
 IN, TOKENS = 32, 400
 
@@ -176,6 +176,52 @@ def test_smoothquant_moves_outliers_of_the_inputs_into_the_weights() -> None:
     assert solution.scale[:3].min() > solution.scale[3:].max()
 
 
+@pytest.mark.parametrize("group_size", [None, 8])
+def test_the_expected_error_is_the_formula_summed_by_hand(group_size: int | None) -> None:
+    counts = torch.rand(TOKENS, dtype=torch.float64)
+    rows = inputs(outliers=2)
+    gram = (rows * counts[:, None]).t() @ rows / TOKENS
+    asked = problem(rows, QuantSpec(8, group_size), QuantSpec(4, group_size), row_weights=counts)
+    asked = replace(asked, consumers=tuple(replace(one, gram=gram) for one in asked.consumers))
+    log_scale = torch.randn(IN, dtype=torch.float64)
+    scale = log_scale.exp()
+    wanted = 0.0
+    for one in asked.consumers:
+        for row, count in zip(rows, counts, strict=True):
+            step = float((row / scale).abs().max()) / 127.5
+            wanted += float(count) / TOKENS * step**2 / 12 * float((scale * one.weight).square().sum())
+        size = group_size or IN
+        for first in range(0, IN, size):
+            part = slice(first, first + size)
+            energy = sum(float(gram[j, j] / scale[j] ** 2) for j in range(first, first + size))
+            for weights in one.weight[:, part] * scale[part]:
+                wanted += (float(weights.abs().max()) / (2 ** (one.spec.bits - 1) - 0.5)) ** 2 / 12 * energy
+    steps = 4 / 12  # the formula leaves 1/12 out and counts steps of max / (2^bits - 1)
+    assert float(_Expected(asked)(log_scale).exp()) * steps == pytest.approx(wanted, rel=1e-9)
+
+
+def test_the_descent_ends_below_every_exponent_and_wherever_it_starts() -> None:
+    asked = problem(inputs(outliers=3), QuantSpec(8, None))
+    expected = _Expected(asked)
+    best = float(expected(load_transform("smoothquant").solve(asked).scale.log()))
+    assert best < min(float(expected(expected.start(alpha))) for alpha in ALPHAS) - 0.01
+    ends = [float(expected(_descend(expected, torch.randn(IN, dtype=torch.float64)))) for _ in range(3)]
+    assert ends == pytest.approx([best] * 3, abs=0.02)
+
+
+def test_a_token_that_does_not_count_has_no_say() -> None:
+    rows = inputs()
+    rows[0, 5] = 1000.0
+    counts = torch.ones(TOKENS, dtype=torch.float64)
+    with_it = load_transform("smoothquant").solve(problem(rows, QuantSpec(8, None), row_weights=counts)).scale
+    counts[0] = 0
+    gram = (rows * counts[:, None]).t() @ rows / TOKENS
+    asked = problem(rows, QuantSpec(8, None), row_weights=counts)
+    asked = replace(asked, consumers=tuple(replace(one, gram=gram) for one in asked.consumers))
+    without = load_transform("smoothquant").solve(asked).scale
+    assert with_it[5] > 4 * with_it.median() and without[5] < 2 * without.median()
+
+
 def test_smoothquant_without_a_sample_of_inputs_is_an_error_that_names_the_pair() -> None:
     with pytest.raises(CalibrationError, match="norm -> sites: smoothquant needs a sample"):
         load_transform("smoothquant").solve(replace(problem(inputs(), QuantSpec(8, None)), rows=None))
@@ -214,13 +260,15 @@ def test_magnitudes_gathered_in_batches_are_those_of_all_rows() -> None:
     rows = torch.randn(30, 8)
     accumulator = MagnitudeAccumulator(rows_per_batch=3)
     assert accumulator.result() is None
-    for batch in (rows[:12], rows[12:12], rows[12:14], rows[14:]):
-        accumulator.add(batch.unsqueeze(0))
+    counts = torch.rand(30)
+    for part in (slice(0, 12), slice(12, 12), slice(12, 14), slice(14, 30)):
+        accumulator.add(rows[part].unsqueeze(0), counts[part])
     found = accumulator.result()
     assert found is not None
     assert torch.allclose(found.mean_abs, rows.abs().mean(0))
     assert torch.equal(found.abs_max, rows.abs().amax(0))
-    assert torch.equal(found.rows, rows[[0, 4, 8, 12, 13, 14, 19, 24]])
+    sampled = [0, 4, 8, 12, 13, 14, 19, 24]
+    assert torch.equal(found.rows, rows[sampled]) and torch.equal(found.row_weights, counts[sampled])
 
 
 def test_statistics_of_divided_inputs_are_those_of_the_inputs_divided() -> None:

@@ -92,9 +92,10 @@ class _Watch:
         leader = self._leader[name]
         if leader == name:
             rows = value if self.rounded is None else quantize_tokens(value, self.rounded)
-            self.grams.setdefault(name, GramAccumulator(rows.shape[-1], name)).add(rows, self._weights(name, rows))
+            weights = self._weights(name, rows)
+            self.grams.setdefault(name, GramAccumulator(rows.shape[-1], name)).add(rows, weights)
             if self.rows_per_batch is not None:
-                self.magnitudes.setdefault(name, MagnitudeAccumulator(self.rows_per_batch)).add(rows)
+                self.magnitudes.setdefault(name, MagnitudeAccumulator(self.rows_per_batch)).add(rows, weights)
         elif leader not in same:
             raise NumericsError(
                 f"{name} shares its input with {leader} for some calibration tokens and not for others; "

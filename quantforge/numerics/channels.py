@@ -13,15 +13,17 @@ class Magnitudes:
     Attributes:
         mean_abs, abs_max: [in], mean and largest magnitude of each input.
         rows: [n, in], a sample of the inputs; n is 0 when none was asked for.
+        row_weights: [n], how much each of them counts; 1 where all count alike.
     """
 
     mean_abs: Tensor
     abs_max: Tensor
     rows: Tensor
+    row_weights: Tensor
 
     def divided(self, scale: Tensor) -> "Magnitudes":
         """Those of the inputs divided by `scale` [in]."""
-        return Magnitudes(self.mean_abs / scale, self.abs_max / scale, self.rows / scale)
+        return Magnitudes(self.mean_abs / scale, self.abs_max / scale, self.rows / scale, self.row_weights)
 
 
 class MagnitudeAccumulator:
@@ -37,9 +39,13 @@ class MagnitudeAccumulator:
         self._largest: Tensor | None = None
         self._tokens = 0
         self._rows: list[Tensor] = []
+        self._row_weights: list[Tensor] = []
 
-    def add(self, x: Tensor) -> None:
-        """Add inputs [..., in]; leading dimensions count as tokens."""
+    def add(self, x: Tensor, weights: Tensor | None = None) -> None:
+        """Add inputs [..., in]; leading dimensions count as tokens.
+
+        `weights` [tokens] say how much each of them counts; they go with the sampled rows and change no magnitude.
+        """
         rows = x.detach().reshape(-1, x.shape[-1])  # [tokens, in]
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         if not len(rows):
@@ -51,11 +57,15 @@ class MagnitudeAccumulator:
         self._tokens += len(rows)
         kept = min(self.rows_per_batch, len(rows))
         if kept:
-            self._rows.append(rows[torch.arange(kept, device=rows.device) * len(rows) // kept])
+            sampled = torch.arange(kept, device=rows.device) * len(rows) // kept
+            self._rows.append(rows[sampled])
+            counts = rows.new_ones(len(rows)) if weights is None else weights.to(rows)
+            self._row_weights.append(counts[sampled])
 
     def result(self) -> Magnitudes | None:
         """None when no input came."""
         if self._total is None or self._largest is None:
             return None
         rows = torch.cat(self._rows) if self._rows else self._total.new_empty(0, len(self._total))
-        return Magnitudes(self._total / self._tokens, self._largest, rows)
+        weights = torch.cat(self._row_weights) if self._rows else self._total.new_empty(0)
+        return Magnitudes(self._total / self._tokens, self._largest, rows, weights)

@@ -53,7 +53,7 @@ def _solve_on_own_inputs(job: Job, of_tokens: TokenWeights) -> Iterator[Event]:
         changed: Transformed | None = None
         if transforms is not None and modules:
             observed = observe(run, index, modules, rows_per_batch(plan, run, index), weights)
-            changed = transforms.apply(index, modules, observed)
+            changed = transforms.apply(index, modules, observed, weights)
             yield LayerTransformed(index, changed.reports)
         cache: CalibratedCache | None = None
         with quantized_inputs(modules.values(), plan.activations):  # what is observed is what the sites will be given

@@ -62,7 +62,9 @@ def solve_together(jobs: Sequence[Job], of_tokens: TokenWeights) -> Iterator[tup
                 yield job, LayerStarted(index)
             changed: Transformed | None = None
             if original is not None and job in original.transforms and job in groups:
-                changed = original.transforms[job].apply(index, job.plan.modules_of(index), groups[job])
+                changed = original.transforms[job].apply(
+                    index, job.plan.modules_of(index), groups[job], original.weights[job]
+                )
                 yield job, LayerTransformed(index, changed.reports)
             quantized, reports = {}, []
             for site, weight, report in _solved(job, index, changed.groups if changed else groups.get(job)):
@@ -110,6 +112,7 @@ class _Original:
 
     Attributes:
         transforms: of the jobs that have any.
+        weights: of the tokens at the layer observed last, by module path, for each job that observed it.
     """
 
     def __init__(self, jobs: Sequence[Job], of_tokens: TokenWeights) -> None:
@@ -117,6 +120,7 @@ class _Original:
         calibration, streamed = jobs[0].calibration, jobs[0].plan.streamed
         assert calibration is not None
         self.of_tokens = of_tokens
+        self.weights: dict[Job, TokenWeights] = {}
         self.run = streamed.begin(calibration.tokens)
         self._layers = len(streamed.layers)
         least = min(jobs, key=lambda job: job.workspace.done())
@@ -155,6 +159,7 @@ class _Original:
             advance = number == len(alike) and not last
             groups = observe(self.run, index, modules, max(rows, default=None), weights, rounded, advance)
             found |= dict.fromkeys(own, groups)
+            self.weights |= dict.fromkeys(own, weights)
         if not alike and not last:
             self.run.advance(index)
         require_finite(self.run.hidden, f"layer {index}: the output")

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -75,14 +76,21 @@ class LayerTransforms:
             plan.streamed.drop_layer(index)
 
     @torch.no_grad()
-    def apply(self, index: int, modules: Mapping[str, nn.Module], groups: list[InputGroup]) -> Transformed:
+    def apply(
+        self,
+        index: int,
+        modules: Mapping[str, nn.Module],
+        groups: list[InputGroup],
+        weights: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Transformed:
         """Change the loaded layer `index`; `modules` are its sites by module path, `groups` were observed on it.
 
         A fold is kept when the output of the layer, all its sites quantized by the run's own solver, comes closer to
-        what the layer gave before; measured on the first batch of calibration tokens.
+        what the layer gave before; measured on the first batch of calibration tokens, each counted by its `weights`
+        (module path -> [samples * length]) if there are any.
         """
         layer = self.run.owner.layers[index]
-        work = _Layer(self.plan, self.run, index, modules, groups)
+        work = _Layer(self.plan, self.run, index, modules, groups, weights)
         pairs = self._pairs(index, layer)
         for transform in self.plan.transforms:
             for pair, broken in pairs:
@@ -108,11 +116,28 @@ def _kind(layer: nn.Module) -> object:
     return modules, tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
+def token_counts(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor | None:
+    """How much each token of `hidden` [batch, length, hidden], the first ones, counts at a layer: [batch, length].
+
+    The mean over the layer's sites, each of mean 1; None when none has weights that are not all zero.
+    """
+    batch, length, _ = hidden.shape
+    own = [one[: batch * length].to(hidden.device, torch.float64) for one in weights.values()]
+    relative = [one / one.mean() for one in own if float(one.mean()) > 0]
+    return torch.stack(relative).mean(dim=0).reshape(batch, length) if relative else None
+
+
 class _Layer:
     """One layer while it is transformed."""
 
     def __init__(
-        self, plan: Plan, run: StreamedPass, index: int, modules: Mapping[str, nn.Module], groups: list[InputGroup]
+        self,
+        plan: Plan,
+        run: StreamedPass,
+        index: int,
+        modules: Mapping[str, nn.Module],
+        groups: list[InputGroup],
+        weights: Mapping[str, Tensor],
     ) -> None:
         self.plan = plan
         self.modules = modules
@@ -125,6 +150,7 @@ class _Layer:
         self.searched = plan.options.get("grid") == "search"
         self.call, self.hidden = next(run.batches(index))
         self.reference = self._output()
+        self.counts = token_counts(weights, self.hidden)
         self.quantized: dict[str, Tensor] | None = None  # the sites' weights as the solver would leave them now
         self.error = 0.0  # of the layer's output with them
         self.stored: dict[str, torch.dtype] = {}  # of every parameter changed so far that stays in floating point
@@ -243,6 +269,7 @@ class _Layer:
             mean_abs=most.mean_abs,
             abs_max=most.abs_max,
             rows=most.rows if len(most.rows) else None,
+            row_weights=most.row_weights,
             searched=self.searched,
             activations=self.plan.activations,
         )
@@ -256,14 +283,17 @@ class _Layer:
         return result
 
     def _error(self, quantized: Mapping[str, Tensor]) -> float:
-        """How far the layer's output is off with other weights in its sites.
+        """How far the layer's output is off with other weights in its sites, squared, relative to its energy.
 
-        Squared, relative to each token's energy (what follows normalizes every token), mean over tokens.
+        Mean over tokens: of those weighed, energies and errors are summed first, each times its token's weight; else
+        each token is relative to its own energy (what follows normalizes every token).
         """
         with replaced(self.layer, quantized), quantized_inputs(self.modules.values(), self.plan.activations):
-            apart = (self._output() - self.reference).double()
-        energy = self.reference.double().square().sum(dim=-1)
-        return float((apart.square().sum(dim=-1) / energy.clamp(min=torch.finfo(torch.float32).tiny)).mean())
+            apart = (self._output() - self.reference).double().square().sum(dim=-1)
+        energy = self.reference.double().square().sum(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+        if self.counts is None:
+            return float((apart / energy).mean())
+        return float((self.counts * apart).sum() / (self.counts * energy).sum())
 
     def _quantize(self, wanted: Collection[str], groups: Sequence[InputGroup]) -> dict[str, Tensor]:
         """Weights of sites as the solver leaves them and their modules store them, by parameter."""

@@ -47,6 +47,7 @@ class FoldProblem:
         channels: int64 [in], the producer's channel of each column; columns of one channel must share a scale.
         mean_abs, abs_max: [in], mean and largest magnitude of each input.
         rows: [n, in], a sample of the inputs, when the transform asks for one (`needs_rows`).
+        row_weights: [n], how much each of them counts; None when all count alike.
         searched: whether the weights will be rounded on searched grids, not min-max ones.
         activations: the grid of the inputs, None when they stay in floating point.
         powers_of_two: whether the scale must be powers of two, because something it changes is stored in 16 bits.
@@ -58,6 +59,7 @@ class FoldProblem:
     mean_abs: Tensor
     abs_max: Tensor
     rows: Tensor | None = None
+    row_weights: Tensor | None = None
     searched: bool = False
     activations: ActivationSpec | None = None
     powers_of_two: bool = False
