@@ -116,7 +116,7 @@ def test_nothing_is_written_beside_the_result(count: int) -> None:
     memory = torch.full((count * 100 + 2 * GUARD,), 7.0, dtype=torch.float16)
     out = memory[GUARD:-GUARD].view(count, 100)
     width = planar.plane_width(4, 64, 208)
-    tile = planar_tile(4, width, count, 128, words.shape[0] // width, "interpreter")
+    tile = planar_tile(count, 128, words.shape[0] // width, "interpreter")
     constants = planar_constants(4, 64, width, 208, tile)
     launch_planar(x, words, scales, zeros, bias, out, 100, constants, tile, target_of(x.device), gated=False)
     assert_close(out, expected, torch.float16)

@@ -20,6 +20,9 @@ needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)"
 )
 
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+"""What a program can have; 99 kB on the others (CUDA C++ programming guide, technical specifications)."""
+
 DECODE, PREFILL = 16, 1024
 QUICK = [
     planar_build("sm_80", 4, 128, rows=DECODE),
@@ -28,6 +31,7 @@ QUICK = [
     planar_build("sm_80", 8, 128, rows=DECODE),
     planar_build("sm_90", 4, 128, rows=PREFILL),
     planar_build("gfx942", 4, 128, rows=DECODE),
+    planar_build("sm_89", 8, 128, rows=PREFILL),
     int8_build("sm_80", rows=DECODE),
 ]
 """What every run of the tests compiles; QUANTFORGE_KERNELS=all takes the whole matrix."""
@@ -58,6 +62,11 @@ def binary(request: pytest.FixtureRequest) -> Binary:
 @needs_triton
 def test_no_register_is_spilled(binary: Binary) -> None:
     assert binary.inspection.spills == 0
+
+
+@needs_triton
+def test_shared_memory_suffices(binary: Binary) -> None:
+    assert binary.inspection.shared_bytes <= SHARED_BYTES.get(binary.build.target, 99 << 10)
 
 
 @needs_triton
@@ -103,7 +112,7 @@ def test_binaries_name_their_arguments() -> None:
     assert [name for name, _ in binary.arguments] == names
     assert dict(binary.arguments)["words"] == "*i16"
     assert (binary.symbol, binary.kind, binary.code[:4]) == ("planar_matmul", "cubin", b"\x7fELF")
-    assert binary.null_pointers == 2
+    assert {compiled()[build].null_pointers for build in QUICK} == {2}
 
 
 @needs_triton

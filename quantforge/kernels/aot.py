@@ -9,6 +9,7 @@ in one process with it. `compile_all` therefore compiles in a process of its own
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -189,7 +190,7 @@ def compile_here(build: Build) -> dict[str, Any]:
         parameters = compiled.asm["ptx"].partition("{")[0].count(".param ")
     else:
         inspection = read_amdgcn(compiled.asm["amdgcn"], shared)
-        parameters = compiled.asm["amdgcn"].count(".value_kind:     ") or len(arguments)
+        parameters = len(re.findall(r"\.value_kind:\s+(?:by_value|global_buffer)", compiled.asm["amdgcn"]))
     return {
         "symbol": compiled.metadata.name,
         "kind": kind,

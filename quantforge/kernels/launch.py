@@ -56,7 +56,7 @@ def planar_linear(
     blocks = words.shape[0] // width
     count, columns = flat.shape[0], words.shape[1]
     target = target_of(x.device)
-    tile = tile or planar_tile(bits, width, count, columns, blocks, target)
+    tile = tile or planar_tile(count, columns, blocks, target)
     out = x.new_empty((*x.shape[:-1], out_features // 2 if gated else out_features))
     if count == 0:
         return out

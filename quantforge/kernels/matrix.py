@@ -28,7 +28,7 @@ def planar_build(
     """The kernel for up to `rows` of activations times one matrix, as `launch.planar_linear` would compile it."""
     width = plane_width(bits, group_size, in_features)
     columns, padded_in = padded_shape(bits, group_size, out_features, in_features)
-    tile = planar_tile(bits, width, rows, columns, padded_in // width // planes_of(bits), target)
+    tile = planar_tile(rows, columns, padded_in // width // planes_of(bits), target)
     group, read = whole_group(group_size, in_features), inputs_read(bits, group_size, in_features)
     constants: dict[str, Any] = planar_constants(bits, group, width, read, tile)
     absent = {"zeros": None} if symmetric else {}

@@ -40,55 +40,52 @@ class Tile:
 
 @dataclass(frozen=True)
 class Row:
-    """`tile` serves up to `rows` rows of activations on `targets` (prefixes of names; every name begins with "")."""
+    """`tile` serves up to `rows` rows of activations on targets whose names begin with `target`; all begin with ""."""
 
     rows: int
-    widths: tuple[int, ...]
-    targets: tuple[str, ...]
     tile: Tile
+    target: str = ""
 
 
-ANY_WIDTH = (16, 32, 64)
 UNLIMITED = 1 << 62
 
+SMALL = ("sm_86", "sm_89", "sm_120")
+"""Targets whose programs can have 99 kB of shared memory, which three stages of a large tile exceed at 8 bits."""
+
 PLANAR = (
-    Row(16, ANY_WIDTH, ("",), Tile(16, 128, after_dot=True)),
-    Row(32, ANY_WIDTH, ("",), Tile(32, 128, after_dot=True)),
-    Row(64, ANY_WIDTH, ("sm_90",), Tile(64, 128, transposed=True)),
-    Row(64, ANY_WIDTH, ("",), Tile(64, 128)),
-    Row(UNLIMITED, ANY_WIDTH, ("",), Tile(128, 128, warps=8, transposed=True)),
+    Row(16, Tile(16, 128, after_dot=True)),
+    Row(32, Tile(32, 128, after_dot=True)),
+    Row(64, Tile(64, 128, transposed=True), "sm_90"),
+    Row(64, Tile(64, 128)),
+    *(Row(UNLIMITED, Tile(128, 128, warps=8, stages=2, transposed=True), target) for target in SMALL),
+    Row(UNLIMITED, Tile(128, 128, warps=8, transposed=True)),
 )
 """The first row that fits counts."""
 
 INT8 = (
-    Row(16, (), ("",), Tile(16, 64)),
-    Row(64, (), ("",), Tile(64, 128)),
-    Row(UNLIMITED, (), ("",), Tile(128, 128, warps=8)),
+    Row(16, Tile(16, 64)),
+    Row(64, Tile(64, 128)),
+    Row(UNLIMITED, Tile(128, 128, warps=8)),
 )
 """The same for INT8 activations; a block there is `rows.BLOCK` inputs."""
 
 
-def planar_tile(bits: int, width: int, rows: int, columns: int, blocks: int, target: str) -> Tile:
+def planar_tile(rows: int, columns: int, blocks: int, target: str) -> Tile:
     """The tile for `rows` of activations and padded `columns` of `blocks` blocks of planes, splits included.
 
     `target` is ``sm_90``, ``gfx942``, ... as in `aot.TARGETS`.
     """
-    found = next(row.tile for row in PLANAR if rows <= row.rows and width in row.widths and _serves(row, target))
-    return _fitted(found, rows, columns, blocks, target)
+    return _chosen(PLANAR, rows, columns, blocks, target)
 
 
 def int8_tile(rows: int, columns: int, blocks: int, target: str) -> Tile:
     """The tile for INT8 activations."""
-    found = next(row.tile for row in INT8 if rows <= row.rows and _serves(row, target))
-    return _fitted(found, rows, columns, blocks, target)
+    return _chosen(INT8, rows, columns, blocks, target)
 
 
-def _serves(row: Row, target: str) -> bool:
-    return any(target.startswith(prefix) for prefix in row.targets)
-
-
-def _fitted(tile: Tile, rows: int, columns: int, blocks: int, target: str) -> Tile:
+def _chosen(table: tuple[Row, ...], rows: int, columns: int, blocks: int, target: str) -> Tile:
     """With whole tiles of out features, splits enough to fill the machine, and the stages that AMD's compiler takes."""
+    tile = next(row.tile for row in table if rows <= row.rows and target.startswith(row.target))
     block_n = math.gcd(tile.block_n, columns)
     programs = (columns // block_n) * -(-rows // tile.block_m)
     splits = 1

@@ -52,7 +52,7 @@ def candidates(x: Tensor, words: Tensor, *, bits: int, group_size: int) -> Itera
     """The table's tile first, then others: more or fewer splits, stages and warps, half the out features."""
     width = plane_width(bits, group_size, x.shape[-1])
     rows, blocks = x.numel() // x.shape[-1], words.shape[0] // width
-    first = planar_tile(bits, width, rows, words.shape[1], blocks, target_of(x.device))
+    first = planar_tile(rows, words.shape[1], blocks, target_of(x.device))
     tiles = [first]
     tiles += [replace(first, splits=1 << power) for power in range(MOST_SPLITS.bit_length()) if 1 << power <= blocks]
     tiles += [replace(tile, stages=stages) for tile in tiles[:1] for stages in (2, 4)]
