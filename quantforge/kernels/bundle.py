@@ -52,7 +52,9 @@ def write_bundle(folder: Path, matrices: Mapping[Matrix, int], targets: Sequence
 
     Raises QuantforgeError when the compiler fails; UsageError for an unknown target.
     """
-    launches, builds, without = [], {}, []
+    launches: list[dict[str, Any]] = []
+    without: list[dict[str, Any]] = []
+    builds: dict[Build, None] = {}
     for matrix, count in matrices.items():
         if (reason := unserved(matrix)) is not None:
             without.append({**asdict(matrix), "count": count, "reason": reason})

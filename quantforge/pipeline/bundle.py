@@ -8,6 +8,7 @@ from pathlib import Path
 from quantforge.formats import Format
 from quantforge.kernels.aot import TARGETS
 from quantforge.kernels.bundle import FOLDER, Matrix, write_bundle
+from quantforge.kernels.matrix import Dtype
 from quantforge.model.source import config_dtype
 from quantforge.pipeline.contents import Contents
 from quantforge.pipeline.files import sync_file
@@ -27,7 +28,7 @@ def bundle_problems(targets: Sequence[str], formats: Iterable[Format]) -> Iterat
 
 def bundle_kernels(directory: Path, contents: Contents, targets: Sequence[str]) -> None:
     """Compile the kernels of a checkpoint's own shapes into `directory`; QuantforgeError when the compiler fails."""
-    dtype = "bf16" if config_dtype(contents.config) == "bfloat16" else "fp16"
+    dtype: Dtype = "bf16" if config_dtype(contents.config) == "bfloat16" else "fp16"
     matrices = Counter(
         Matrix(
             shape.out_features,
