@@ -12,7 +12,7 @@ from quantforge.errors import QuantforgeError, UsageError
 from quantforge.kernels import aot
 from quantforge.kernels.aot import TARGETS, Binary, Build, compile_all
 from quantforge.kernels.inspection import Inspection, load_size, products_of, read_amdgcn, read_sass
-from quantforge.kernels.matrix import LONG, int8_build, planar_build
+from quantforge.kernels.matrix import LONG, combine_build, int8_build, planar_build, round_tokens_build
 from quantforge.kernels.planar import planes_of
 
 EVERYTHING = os.environ.get("QUANTFORGE_KERNELS") == "all"
@@ -113,6 +113,24 @@ def test_binaries_name_their_arguments() -> None:
     assert dict(binary.arguments)["words"] == "*i16"
     assert (binary.symbol, binary.kind, binary.code[:4]) == ("planar_matmul", "cubin", b"\x7fELF")
     assert {compiled()[build].null_pointers for build in QUICK} == {2}
+
+
+@needs_triton
+def test_what_goes_with_the_products_compiles_too() -> None:
+    """Sums of splits, gate-up-SiLU in both places, tokens to INT8."""
+    builds = []
+    for target in ("sm_90", "gfx942"):
+        decoding, long = (planar_build(target, 4, 128, rows=rows, gated=True) for rows in (DECODE, PREFILL))
+        integers = int8_build(target, rows=DECODE)
+        assert decoding.grid[2] > 1 and integers.grid[2] > 1
+        builds += [
+            long,
+            combine_build(decoding, bias=True),
+            combine_build(integers),
+            round_tokens_build(target, "bf16"),
+        ]
+    for binary in compile_all(builds):
+        assert binary.inspection.spills == 0 and binary.null_pointers == 2, binary.build
 
 
 @needs_triton

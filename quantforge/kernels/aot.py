@@ -82,6 +82,7 @@ class Build:
             parts += [] if known["WHOLE_K"] else ["padded"]
         parts += [f"splits{known['SPLITS']}"] if "SPLITS" in known else []
         parts += ["partial"] if known.get("PARTIAL") else [] if "bias" in known else ["bias"]
+        parts += ["gated"] if known.get("GATED") else []
         parts += [] if self.aligned or "BLOCK_M" not in known else ["ragged"]
         return "-".join(parts)
 

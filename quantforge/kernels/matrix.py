@@ -22,6 +22,7 @@ def planar_build(
     dtype: Dtype = "fp16",
     symmetric: bool = False,
     bias: bool = False,
+    gated: bool = False,
     out_features: int = LONG,
     in_features: int = LONG,
 ) -> Build:
@@ -38,7 +39,7 @@ def planar_build(
         "planar_matmul",
         target,
         dtype,
-        tuple({**constants, **absent, "GATED": False}.items()),
+        tuple({**constants, **absent, "GATED": gated}.items()),
         out="fp32" if tile.splits > 1 else dtype,
         warps=tile.warps,
         stages=tile.stages,
@@ -54,7 +55,7 @@ def combine_build(build: Build, *, bias: bool = False) -> Build:
     if build.entry == "int8_matmul":
         entry = "combine_int8"
     else:
-        fixed["GATED"] = False
+        fixed["GATED"] = build.known["GATED"]
     return Build(entry, build.target, build.dtype, tuple(fixed.items()), out=build.dtype, grid=(0, 0, 1))
 
 
