@@ -12,6 +12,7 @@ CASES = Path(__file__).parent / "interpreted_kernels.py"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed (pip install triton)")
+@pytest.mark.timeout(3600)  # with QUANTFORGE_KERNELS=all
 @pytest.mark.parametrize("part", ["test_weight_only", "not test_weight_only"])
 def test_kernels_equal_float64_in_the_interpreter(part: str) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
