@@ -45,7 +45,7 @@ def int8_matmul(
         k = block * BLOCK_K + rk
         a = tl.load(x_rows + k[None, :], mask=rm[:, None] < M, other=0)
         b = tl.load(w_rows + k[:, None])
-        total = tl.dot(a, b, total)
+        total = tl.dot(a, b, total, out_dtype=tl.int32)
     inside = (rm[:, None] < M) & (rn[None, :] < N)
     if PARTIAL:
         rows = (tl.program_id(2) * M + rm[:, None]).to(tl.int64)
