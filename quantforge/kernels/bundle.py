@@ -137,15 +137,17 @@ __all__ = [
 
 def _steps(matrix: Matrix, target: str, most: int, dtype: Dtype) -> list[Build]:
     """The kernels of one product, in order."""
-    shape = {"out_features": matrix.out_features, "in_features": matrix.in_features}
     if matrix.integers:
         first = [round_tokens_build(target, dtype)]
-        product = int8_build(target, rows=most, dtype=dtype, bias=matrix.bias, **shape)
+        product = int8_build(
+            target, rows=most, dtype=dtype, bias=matrix.bias,
+            out_features=matrix.out_features, in_features=matrix.in_features,
+        )  # fmt: skip
     else:
         first = []
         product = planar_build(
             target, matrix.bits, matrix.group_size, rows=most, dtype=dtype, symmetric=matrix.symmetric,
-            bias=matrix.bias, **shape,
+            bias=matrix.bias, out_features=matrix.out_features, in_features=matrix.in_features,
         )  # fmt: skip
     last = [combine_build(product, bias=matrix.bias)] if product.grid[2] > 1 else []
     return [*first, product, *last]
