@@ -42,7 +42,8 @@ class Recipe(BaseModel):
     patterns or, after ``re:``, regular expressions. `rules` give sites grids of their own. `activation_bits` 8 makes
     the inputs of quantized sites INT8 as well (W8A8); None leaves them alone. `kv_cache` adds scales for an 8-bit
     cache of keys and values. `options` are the method's own. With `sequential` ``none`` sites are solved on the
-    original model's inputs, else on those that quantized layers give.
+    original model's inputs, else on those that quantized layers give. `bundle_kernels` has kernels compiled for GPUs of
+    these names and put beside the weights.
 
     A budget has the bits of each site chosen from `candidate_bits` (none given: all that the formats can hold), except
     where a rule names bits; `bits` then means nothing, and there is at most one budget. `avg_bits` is the mean width of
@@ -84,6 +85,9 @@ class Recipe(BaseModel):
     token_weights: Literal["gradient", "none"] = Field(default="gradient", description="gradient or none")
     sequential: Literal["layer", "group", "none"] = Field(default="layer", description="layer, group or none")
     calibration: CalibrationRecipe = Field(default=CalibrationRecipe(), description="a mapping")
+    bundle_kernels: tuple[str, ...] = Field(
+        default=(), description="a list of GPU architectures, such as [sm_80, sm_90, gfx942]"
+    )
     device: Literal["auto", "cpu", "cuda", "mps"] = Field(default="auto", description="auto, cpu, cuda or mps")
     max_shard_size: str | int = Field(default="5GB", description="a size such as 5GB or 500MiB")
     strict: bool = Field(default=False, description="true or false")
@@ -120,7 +124,7 @@ class Recipe(BaseModel):
     def _known_cache(cls, value: Any) -> Any:
         return kv_cache_name(value)
 
-    @field_validator("formats", "ignore", "rules", "transforms", "candidate_bits", mode="before")
+    @field_validator("formats", "ignore", "rules", "transforms", "candidate_bits", "bundle_kernels", mode="before")
     @classmethod
     def _listed(cls, value: Any) -> Any:
         """A YAML list, or one value alone, as a tuple."""

@@ -17,6 +17,9 @@ def convert(
         str | None, Option(help="Directory of config.json and tokenizer, for a GGUF file without.", show_default=False)
     ] = None,
     max_shard_size: Annotated[str, Option(help="Largest file, such as 500MB.")] = "5GB",
+    bundle_kernels: Annotated[
+        str, Option(metavar="TARGETS", help="Compile kernels for these GPUs: sm_80,sm_90,gfx942.")
+    ] = "",
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the checkpoint.")] = False,
     allow_pickle: Annotated[bool, Option("--allow-pickle", help="Read weights stored as pickles (.bin).")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
@@ -44,6 +47,7 @@ def convert(
             output,
             config=config,
             max_shard_size=max_shard_size,
+            targets=[name.strip() for name in bundle_kernels.split(",") if name.strip()],
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
             progress=progress,

@@ -131,6 +131,14 @@ def quantize(
         Literal["auto", "float16", "bfloat16"] | None, Option(help="[auto]", rich_help_panel=ADVANCED)
     ] = None,
     max_shard_size: Annotated[Text, Option(help="Largest file, such as 500MB. [5GB]", rich_help_panel=ADVANCED)] = None,
+    bundle_kernels: Annotated[
+        Text,
+        Option(
+            metavar="TARGETS",
+            help="Compile kernels for these GPUs, beside the weights: sm_80,sm_90,gfx942.",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = None,
     trust_remote_code: Annotated[
         Switch, Option("--trust-remote-code", help="Run code from the checkpoint.", rich_help_panel=ADVANCED)
     ] = None,
@@ -224,6 +232,8 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
     if "formats" in given:
         names = ",".join(given["formats"]).split(",")
         given["formats"] = tuple(name.strip() for name in names if name.strip())
+    if "bundle_kernels" in given:
+        given["bundle_kernels"] = tuple(name.strip() for name in given["bundle_kernels"].split(",") if name.strip())
     if "ignore" in given:
         given["ignore"] = tuple(given["ignore"])
     if "candidate_bits" in given:

@@ -5,7 +5,7 @@ What the other format cannot hold is refused, with every reason at once. The res
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from quantforge.errors import PlanError, UsageError, WorkspaceError
 from quantforge.formats import NAMED_SITES, Format, format_names, load_format
 from quantforge.model.gguf_sites import GgufSites
 from quantforge.model.packed import PackedCheckpoint, PackedSource, open_any, quantization_config
+from quantforge.pipeline.bundle import bundle_kernels, bundle_problems
 from quantforge.pipeline.carried import Carried, Progress, Survey
 from quantforge.pipeline.files import disk_errors
 from quantforge.pipeline.gguf_source import is_gguf, open_gguf_sites
@@ -62,6 +63,7 @@ def convert_checkpoint(
     *,
     config: str | Path | None = None,
     max_shard_size: str | int = DEFAULT_SHARD,
+    targets: Sequence[str] = (),
     trust_remote_code: bool = False,
     allow_pickle: bool = False,
     progress: Progress = lambda what, done, total: None,
@@ -74,6 +76,7 @@ def convert_checkpoint(
         output: a directory that does not exist yet; ``<checkpoint>-<format>`` here when None.
         config: of a GGUF file, the directory with its config.json and tokenizer, where that is not its own.
         max_shard_size: largest file.
+        targets: GPUs to compile kernels for, which are put beside the weights.
         progress: called with (what, done, total).
 
     Raises:
@@ -87,6 +90,8 @@ def convert_checkpoint(
     target = Path(output or f"{Path(checkpoint).resolve().name.removesuffix('.gguf')}-{format}")
     if os.path.lexists(target):
         raise WorkspaceError(f"{target} already exists; choose another --output or remove it")
+    if problems := list(bundle_problems(targets, [chosen])):
+        raise PlanError(problems)
     packed = _open(Path(checkpoint), None if config is None else Path(config), allow_pickle, progress)
     contents = Carried(packed, trust_remote_code=trust_remote_code, progress=progress)
     _require(chosen, contents, lambda other: _problems_of_headers(other, contents))
@@ -98,7 +103,7 @@ def convert_checkpoint(
     with disk_errors(work, kept=False), Workspace.open(work, asked) as workspace:
         try:
             staged = workspace.fresh_output()
-            conversion = _write(staged, target, contents, chosen, survey, shard_bytes)
+            conversion = _write(staged, target, contents, chosen, survey, shard_bytes, targets)
             publish(staged, target)
         finally:
             workspace.discard()
@@ -189,11 +194,19 @@ def _some(names: list[str]) -> str:
 
 
 def _write(
-    staged: Path, target: Path, contents: Carried, chosen: Format, survey: Survey, shard_bytes: int
+    staged: Path,
+    target: Path,
+    contents: Carried,
+    chosen: Format,
+    survey: Survey,
+    shard_bytes: int,
+    targets: Sequence[str],
 ) -> Conversion:
     """Write and verify; `target` is the name it will have."""
     facts = contents.facts(survey)
     skipped = write_checkpoint(staged, contents, chosen, facts, shard_bytes, target.name)
+    if targets:
+        bundle_kernels(staged, contents, targets)
     source_format = str((quantization_config(contents.source) or {}).get("quant_method", "gguf"))
     report = _report(contents, source_format, chosen.name)
     write_json(staged / REPORT_FILE, {**report, FILES_KEY: file_hashes(staged)})

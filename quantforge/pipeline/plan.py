@@ -17,6 +17,7 @@ from quantforge.model.sites import EXPERT, LinearSite, ModelLayout
 from quantforge.model.source import Checkpoint, TensorSource, config_dtype, open_checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.budget import Unit, plan_units
+from quantforge.pipeline.bundle import bundle_problems
 from quantforge.pipeline.cache import cache_problems, scale_bytes
 from quantforge.pipeline.disk import plan_weighing
 from quantforge.pipeline.grids import choose_grids, split_fused
@@ -223,6 +224,7 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
         problems += [f"--format {name} cannot hold quantized activations; use compressed-tensors" for name in unfit]
     kv_cache = KvCacheSpec.named(recipe.kv_cache)
     problems += cache_problems(recipe, streamed, formats)
+    problems += bundle_problems(recipe.bundle_kernels, formats)
     checkpoint = replace(
         checkpoint, tensors={k: v for k, v in checkpoint.tensors.items() if k not in streamed.duplicates}
     )

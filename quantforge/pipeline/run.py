@@ -19,6 +19,7 @@ from quantforge.model.skeleton import transformers_version
 from quantforge.model.source import open_checkpoint
 from quantforge.model.streamed import TOKENS_PER_BATCH
 from quantforge.pipeline.allocate import allocate_plan, with_bits
+from quantforge.pipeline.bundle import bundle_kernels
 from quantforge.pipeline.calibrate import calibrate, keep_sampled
 from quantforge.pipeline.files import disk_errors
 from quantforge.pipeline.influence import gather_weights
@@ -177,6 +178,7 @@ def fingerprint_of(recipe: Recipe, plan: Plan, calibration: CalibrationSet | Non
         "sequential": recipe.sequential,
         "tune_epochs": recipe.tune_epochs,
         "formats": list(plan.formats),
+        "bundle_kernels": list(recipe.bundle_kernels),
         "max_shard_bytes": recipe.max_shard_bytes,
         "ignore": list(recipe.ignore),
         "calibration": None if calibration is None else calibration.fingerprint,
@@ -270,6 +272,8 @@ def _write(directory: Path, name: str, job: Job, contents: Solved, report: RunRe
     skipped = write_checkpoint(directory, contents, load_format(name), facts, recipe.max_shard_bytes, file_name)
     if skipped:
         report = replace(report, notes=(f"not copied from the source: {', '.join(skipped)}",))
+    if recipe.bundle_kernels:
+        bundle_kernels(directory, contents, recipe.bundle_kernels)
     settings = recipe.model_dump(mode="json", exclude={"model", "output"} | ({"bits"} if recipe.budget else set()))
     content = {"quantforge": __version__, "fingerprint": job.fingerprint, "recipe": settings} | report.to_json()
     content.pop("outputs")

@@ -1,0 +1,1 @@
+"""Triton source. Each file needs triton alone and is imported only when something is to run or be compiled."""
