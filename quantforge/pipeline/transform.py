@@ -26,7 +26,7 @@ PROBE_SEQUENCES = 2
 PROBE_TOKENS = 32
 """Pairs are found and proven on this many of the calibration tokens."""
 
-SAMPLED_ROWS = 1024
+SAMPLED_ROWS = 2048
 
 
 @dataclass(frozen=True, eq=False)
