@@ -104,7 +104,7 @@ def load(level: str) -> ctypes.CDLL:
 
     Raises RuntimeError without a compiler or when it fails, OSError when the library cannot be written or loaded.
     """
-    compiler = next((path for name in _compilers() if (path := shutil.which(name))), None)
+    compiler = next((found for name in _compilers() if (found := shutil.which(name))), None)
     if compiler is None:
         raise RuntimeError(f"no C compiler ({', '.join(_compilers())})")
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout

@@ -34,7 +34,7 @@ SCHEMAS = {
     "transposed_weight": "(Tensor weight, Tensor scales, Tensor? zeros, int bits, int group_size, int out_features, "
     "int in_features, ScalarType dtype) -> Tensor",
 }
-_library: Any = torch.library.Library("quantforge", "DEF")
+_library: Any = torch.library.Library("quantforge", "DEF")  # type: ignore[no-untyped-call]
 for _name, _schema in SCHEMAS.items():
     _library.define(f"{_name}{_schema}", tags=(torch.Tag.pt2_compliant_tag,))
 

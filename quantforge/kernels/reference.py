@@ -64,8 +64,8 @@ def round_pieces(x: Tensor, group_size: int) -> Tensor:
     A step, ``max |x| / 127``, for each group of inputs, or for each `PIECE` inputs of a longer group; half to even.
     """
     pieces = []
-    for group in x.to(torch.float32).split(group_size, dim=1):
-        for piece in group.split(PIECE, dim=1):
+    for group in torch.split(x.to(torch.float32), group_size, dim=1):
+        for piece in torch.split(group, PIECE, dim=1):
             step = piece.abs().amax(dim=-1, keepdim=True) / 127
             step = torch.where(step == 0, torch.finfo(torch.float32).eps, step)
             pieces.append((piece / step).round_().mul_(step))
