@@ -31,8 +31,8 @@ class PackedLinear(nn.Module):
 
     Built empty, on whatever device its bias is wanted, and filled once (`fill`). Codes of 1 to 4 bits are kept in 4
     bits, more in 8. Inputs in groups by an order of their own (act-order) are sorted by group when the layer is
-    filled, and x is permuted alike. Grids that no kernel has a place for (groups that end inside a word) stay unpacked bytes and are
-    dequantized at every call; `layout` says so.
+    filled, and x is permuted alike. Grids that no kernel has a place for (groups that end inside a word) stay unpacked
+    bytes and are dequantized at every call; `layout` says so.
 
     Attributes:
         layout: ``panels`` (CPU), ``planar`` or ``rows`` (GPU), ``plain``; ``empty`` before `fill`.

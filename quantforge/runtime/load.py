@@ -27,8 +27,8 @@ def load(
 ) -> Any:
     """Load a checkpoint directory (or hub id), quantized by any tool whose format is read here, or not quantized.
 
-    The model is built without memory, then filled tensor by tensor: packed sites go from their stored form to that of the
-    kernels, one at a time. It takes what its files take, plus padding.
+    The model is built without memory, then filled tensor by tensor: packed sites go from their stored form to that of
+    the kernels, one at a time. It takes what its files take, plus padding.
 
     Args:
         dtype: what everything else is kept and computed in: auto (as config.json says), float32, bfloat16, float16.
@@ -61,7 +61,9 @@ def load(
             f"runnable are {', '.join(reader_names())} with integer weights"
         )
     if asked is not None and asked.get("kv_cache_scheme"):
-        warnings.warn(f"{checkpoint.path}: scales of its cache are not used; keys and values are not rounded", stacklevel=2)
+        warnings.warn(
+            f"{checkpoint.path}: scales of its cache are not used; keys and values are not rounded", stacklevel=2
+        )
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with registered(activations):
         found = AutoModelForCausalLM.from_pretrained(

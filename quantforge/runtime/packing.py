@@ -1,4 +1,4 @@
-"""Packed layers in the place of linear ones: placed before weights are loaded, filled from the files one after another."""
+"""Packed layers in the place of linear ones: placed before weights are loaded, filled from the files one by one."""
 
 import re
 from collections.abc import Iterable
@@ -27,9 +27,11 @@ def place(model: nn.Module, packed: PackedCheckpoint, activations: Activations =
         activations: what is done to the inputs of sites whose config leaves them in floating point.
 
     Raises:
-        SourceError: sites that are no linear module of the model, or whose activations are of a kind that cannot be run.
+        SourceError: sites that are no linear module of the model, or whose activations cannot be run.
     """
-    targets = {key: target for target, key in map_keys(model, [f"{site}.weight" for site in packed.sites]).plain.items()}
+    targets = {
+        key: target for target, key in map_keys(model, [f"{site}.weight" for site in packed.sites]).plain.items()
+    }
     places, wrong = {}, []
     for site in packed.sites:
         name = targets.get(f"{site}.weight", "").rpartition(".")[0]
@@ -41,8 +43,7 @@ def place(model: nn.Module, packed: PackedCheckpoint, activations: Activations =
     if wrong:
         raise SourceError(
             f"{packed.path}: {len(wrong)} packed sites are no linear modules of {type(model).__name__}, such as "
-            f"{', '.join(wrong[:NAMED])}; experts in one tensor cannot be run packed: convert the checkpoint, or load it "
-            "dequantized"
+            f"{', '.join(wrong[:NAMED])}; experts in one tensor cannot be run packed"
         )
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     if shared := [name for name in places.values() if f"{name}.weight" in tied]:
@@ -87,7 +88,8 @@ def unexpected_keys(packed: PackedCheckpoint, places: dict[str, str]) -> set[str
 def fill(model: nn.Module, packed: PackedCheckpoint, places: dict[str, str], devices: dict[str, torch.device]) -> None:
     """Read, decode and pack one site after another; nothing of it is ever a float matrix.
 
-    `devices` says where each module goes. Raises SourceError for a site that is damaged or of another size than its module.
+    `devices` says where each module goes. Raises SourceError for a site that is damaged or of another size than its
+    module.
     """
     for site, name in places.items():
         layer = model.get_submodule(name)

@@ -1,15 +1,15 @@
 """transformers' quantizer for checkpoints that readers here know: gptq, awq, auto-round, compressed-tensors.
 
 transformers asks one class for each ``quant_method``, and has its own for these, which need GPTQModel, optimum or
-compressed-tensors and, on a CPU, dequantize or run slowly. `register` puts ours in their place in this process, for what
-it can run; everything else (quantizing while loading, FP8, other variants) still goes to the original classes.
+compressed-tensors and, on a CPU, dequantize or run slowly. `register` puts ours in their place in this process, for
+what it can run; everything else (quantizing while loading, FP8, other variants) still goes to the original classes.
 Importing quantforge changes nothing in transformers: ``import quantforge.transformers``, or calling `register`, does.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from torch import nn
