@@ -10,6 +10,7 @@ environment of its own, in bfloat16, as its CPU kernels want it.
 """
 
 import argparse
+import inspect
 import json
 import os
 import platform
@@ -85,6 +86,7 @@ def make(path: Path, layers: int | None) -> None:
 def contender(kind: str, model: str, threads: int) -> None:
     """Load, then decode a token for each line on stdin, and answer with its seconds."""
     import torch
+    from transformers import DynamicCache
 
     torch.set_num_threads(threads)
     if kind == "gptqmodel":
@@ -107,12 +109,14 @@ def contender(kind: str, model: str, threads: int) -> None:
         )
     with torch.inference_mode():
         tokens = torch.arange(PROMPT)[None]
-        state = found(tokens, use_cache=True)
+        keyword = "cache" if "cache" in inspect.signature(found.forward).parameters else "past_key_values"
+        cache = {keyword: DynamicCache()}
+        state = found(tokens, use_cache=True, **cache)
         print("ready", flush=True)
         for _ in sys.stdin:
             began = time.perf_counter()
             last = state.logits[:, -1:].argmax(-1)
-            state = found(last, past_key_values=state.past_key_values, use_cache=True)
+            state = found(last, use_cache=True, **cache)
             print(time.perf_counter() - began, flush=True)
 
 

@@ -1,6 +1,7 @@
 """How fast a checkpoint runs here: whole model and single layers, packed and as dense matrices of the same shapes."""
 
 import gc
+import inspect
 import os
 import platform
 import time
@@ -142,7 +143,7 @@ def benchmark(
     measured("packed, bfloat16", model)
     found.layers = list(_layer_times(model, (1, prompt_tokens), repeats, dense=dense))
     done += 1
-    measured("packed, float32", model.float())
+    measured("packed, float32", nn.Module.float(model))
     del model
     for name in ("bfloat16", "float32") if dense else ():
         gc.collect()
@@ -176,16 +177,21 @@ def _bytes(model: nn.Module) -> int:
 @torch.inference_mode()
 def _speeds(model: Any, prompt: int, new: int, repeats: int) -> tuple[float, float]:
     """Tokens a second of a prefill and of decoding, batch 1, the best of some repeats."""
+    from transformers import DynamicCache
+
     tokens = torch.arange(prompt, device=model.device).remainder_(model.config.get_text_config().vocab_size)[None]
     prefill = decode = float("inf")
+    named = inspect.signature(model.forward).parameters  # transformers is about to rename it
+    keyword = "cache" if "cache" in named else "past_key_values"
     for _ in range(repeats):
+        cache = {keyword: DynamicCache(config=model.config)}
         began = _now(model.device)
-        found = model(tokens, use_cache=True, logits_to_keep=1)
+        found = model(tokens, use_cache=True, logits_to_keep=1, **cache)
         prefill = min(prefill, _now(model.device) - began)
         for _ in range(new):
             began = _now(model.device)
             last = found.logits[:, -1:].argmax(-1)
-            found = model(last, past_key_values=found.past_key_values, use_cache=True)
+            found = model(last, use_cache=True, **cache)
             decode = min(decode, _now(model.device) - began)
     return prompt / prefill, 1 / decode
 

@@ -96,9 +96,9 @@ def generate(
         chat: put the prompt into the tokenizer's chat template, if it has one.
     """
     tokens = prompt_tokens(tokenizer, prompt, chat=chat).to(model.device)
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature}
     if temperature <= 0:
-        sampling |= {"temperature": None, "top_p": None, "top_k": None}
+        sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     torch.manual_seed(seed)
     stream = _Stream(tokenizer, write)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
