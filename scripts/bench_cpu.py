@@ -5,8 +5,9 @@
     python scripts/bench_cpu.py memory ./llama-1b-w4g64      # peak memory of loading it and decoding, against its files
 
 Each contender is a process of its own that loads once and then decodes a token whenever it is asked to, in turn with
-the others, so that whatever else the machine does hits all alike. The least time of each counts. GPTQModel runs in an
-environment of its own, in bfloat16, as its CPU kernels want it.
+the others, so that whatever else the machine does hits all alike. The least time of each counts. On a machine that is
+busy with other things, `--clock cpu --threads 1` counts processor time instead. GPTQModel runs in an environment of its
+own, in bfloat16, as its CPU kernels want it.
 """
 
 import argparse
@@ -83,12 +84,13 @@ def make(path: Path, layers: int | None) -> None:
     config.save_pretrained(path)
 
 
-def contender(kind: str, model: str, threads: int) -> None:
+def contender(kind: str, model: str, threads: int, clock: str) -> None:
     """Load, then decode a token for each line on stdin, and answer with its seconds."""
     import torch
     from transformers import DynamicCache
 
     torch.set_num_threads(threads)
+    now = time.process_time if clock == "cpu" else time.perf_counter
     if kind == "gptqmodel":
         from transformers import AutoModelForCausalLM
 
@@ -114,25 +116,32 @@ def contender(kind: str, model: str, threads: int) -> None:
         state = found(tokens, use_cache=True, **cache)
         print("ready", flush=True)
         for _ in sys.stdin:
-            began = time.perf_counter()
+            began = now()
             last = state.logits[:, -1:].argmax(-1)
             state = found(last, use_cache=True, **cache)
-            print(time.perf_counter() - began, flush=True)
+            print(now() - began, flush=True)
 
 
-def run(models: list[str], kinds: list[str], python: str | None, rounds: int, threads: int) -> dict[str, Any]:
+def run(
+    models: list[str], kinds: list[str], python: str | None, rounds: int, threads: int, clock: str
+) -> dict[str, Any]:
     """Every dense model, and GPTQModel, one at a time beside all packed ones: memory holds no more at once."""
     packed = [kind for kind in kinds if kind.startswith("packed")]
     others = [kind for kind in kinds if kind not in packed]
-    results: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "threads": threads, "models": {}}
+    results: dict[str, Any] = {
+        "machine": platform.processor() or platform.machine(),
+        "threads": threads,
+        "clock": clock,
+        "models": {},
+    }
     for model in models:
         results["models"][model] = {}
         with tempfile.TemporaryFile("w+") as log:
-            running = {kind: _start(kind, model, sys.executable, threads, log) for kind in packed}
+            running = {kind: _start(kind, model, sys.executable, threads, clock, log) for kind in packed}
             try:
                 for other in others:
                     interpreter = python or sys.executable if other == "gptqmodel" else sys.executable
-                    opponent = _start(other, model, interpreter, threads, log)
+                    opponent = _start(other, model, interpreter, threads, clock, log)
                     try:
                         found = _in_turn(running | {other: opponent}, rounds)
                     finally:
@@ -166,9 +175,9 @@ def _stop(process: "subprocess.Popen[str]") -> None:
     process.wait()
 
 
-def _start(kind: str, model: str, python: str, threads: int, log: Any) -> "subprocess.Popen[str]":
+def _start(kind: str, model: str, python: str, threads: int, clock: str, log: Any) -> "subprocess.Popen[str]":
     """A contender, once it has loaded."""
-    command = [python, __file__, "contender", kind, model, "--threads", str(threads)]
+    command = [python, __file__, "contender", kind, model, "--threads", str(threads), "--clock", clock]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
     assert process.stdout is not None
     while (line := process.stdout.readline()) and line.strip() != "ready":
@@ -222,23 +231,25 @@ def main() -> None:
     runs.add_argument("--gptqmodel-python")
     runs.add_argument("--contenders", default=",".join(CONTENDERS))
     runs.add_argument("--rounds", type=int, default=20)
+    runs.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     runs.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     one = verbs.add_parser("contender")
     one.add_argument("kind")
     one.add_argument("model")
     one.add_argument("--threads", type=int, required=True)
+    one.add_argument("--clock", required=True)
     remembering = verbs.add_parser("memory")
     remembering.add_argument("model")
     chosen = parser.parse_args()
     if chosen.verb == "make":
         make(chosen.path, chosen.layers)
     elif chosen.verb == "contender":
-        contender(chosen.kind, chosen.model, chosen.threads)
+        contender(chosen.kind, chosen.model, chosen.threads, chosen.clock)
     elif chosen.verb == "memory":
         print(json.dumps(memory(chosen.model), indent=2))
     else:
         kinds = [kind for kind in chosen.contenders.split(",") if kind != "gptqmodel" or chosen.gptqmodel_python]
-        found = run(chosen.model, kinds, chosen.gptqmodel_python, chosen.rounds, chosen.threads)
+        found = run(chosen.model, kinds, chosen.gptqmodel_python, chosen.rounds, chosen.threads, chosen.clock)
         print(json.dumps(found, indent=2))
 
 

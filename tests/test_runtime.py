@@ -1,6 +1,7 @@
 """Checkpoints run on their packed weights: the logits of the dequantized model, and the same files when saved again."""
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPTQConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel, GPTQConfig, LlamaForCausalLM
 from transformers.quantizers import auto
 
 import quantforge
@@ -22,18 +23,32 @@ from quantforge.runtime import register, unregister
 from quantforge.runtime.quantizer import PackedQuantizer, can_run
 from quantforge.spec import ActivationSpec
 
+AUTO_ROUND = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
 TOKENS = torch.arange(1, 25).reshape(2, 12)
-EXPORTS = ("gptq", "gptq-asym", "sharded", "packed", "awq", "w8a8")
+EXPORTS = ("gptq", "gptq-asym", "sharded", "packed", "awq", "w8a8", "auto-round", "act-order")
 
 
 @pytest.fixture(scope="module")
 def exports(tiny_exports: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The small exports, and one as awq."""
+    """The small exports, and others made of them: awq, auto-round's config, act-order."""
     from quantforge import convert_checkpoint
 
     awq = tmp_path_factory.mktemp("awq") / "awq"
     convert_checkpoint(tiny_exports["gptq-asym"], "awq", awq)
-    return tiny_exports | {"awq": awq}
+    auto_round, act_order = (awq.parent / name for name in ("auto-round", "act-order"))
+    for path, own in ((auto_round, AUTO_ROUND), (act_order, {"desc_act": True})):
+        shutil.copytree(tiny_exports["gptq"], path)
+        tensors = load_file(path / "model.safetensors")
+        for key in [key for key in tensors if key.endswith("g_idx")]:
+            if path is auto_round:
+                del tensors[key]
+            else:
+                tensors[key] = tensors[key][torch.randperm(len(tensors[key]))]
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        config = json.loads((path / "config.json").read_text())
+        config["quantization_config"] |= own
+        (path / "config.json").write_text(json.dumps(config))
+    return tiny_exports | {"awq": awq, "auto-round": auto_round, "act-order": act_order}
 
 
 @pytest.fixture
@@ -93,6 +108,27 @@ def test_from_pretrained_and_saving_give_back_every_byte(
     assert kept["quantization_config"] == asked["quantization_config"]
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(logits(again), logits(model))
+
+
+def test_conv1d_and_biases_run_packed_too(tiny_gpt2: Path, tmp_path: Path) -> None:
+    from quantforge.pipeline.plan import make_plan
+    from quantforge.pipeline.run import quantize
+
+    plain = GPT2LMHeadModel.from_pretrained(tiny_gpt2).eval()
+    for name, parameter in plain.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+    plain.save_pretrained(tmp_path / "source")
+    settings = {"model": str(tmp_path / "source"), "output": str(tmp_path / "out"), "method": "rtn", "group_size": 32}
+    recipe = quantforge.Recipe.model_validate(settings | {"formats": ("gptq",), "symmetric": False})
+    assert list(quantize(recipe, make_plan(recipe)))
+    model = quantforge.load(tmp_path / "out", dtype="float32", device="cpu")
+    layers = [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert len(layers) == 4 and all(layer.bias is not None and layer.bias.any() for layer in layers)
+    source = open_any(tmp_path / "out")
+    for site in source.sites:
+        plain.get_parameter(f"{site}.weight").data = source.decode(site).dequantize().t().contiguous()
+    assert torch.allclose(logits(model), logits(plain), atol=2e-5)
 
 
 def test_generate_and_compile(exports: dict[str, Path]) -> None:

@@ -30,7 +30,7 @@ def show_benchmark(ui: "Ui", found: "Benchmark") -> None:
         ui.document(found.to_json())
         return
     ui.facts((name, str(value)) for name, value in found.machine.items())
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             speed.name,
             megabytes(speed.weight_bytes),

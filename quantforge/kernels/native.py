@@ -102,8 +102,11 @@ def _candidates() -> list[str]:
 def load(level: str) -> ctypes.CDLL:
     """The library of a level, built unless the cache has it.
 
-    Raises RuntimeError without a compiler or when it fails, OSError when the library cannot be written or loaded.
+    Raises RuntimeError without a compiler, when it fails, or on Windows; OSError when the library cannot be written or
+    loaded.
     """
+    if os.name != "posix":
+        raise RuntimeError(f"built on Linux and macOS only, not on {platform.system()}")
     compiler = next((found for name in _compilers() if (found := shutil.which(name))), None)
     if compiler is None:
         raise RuntimeError(f"no C compiler ({', '.join(_compilers())})")
@@ -219,12 +222,11 @@ def linear(
     return y
 
 
-def transposed(
-    library: ctypes.CDLL, weight: Tensor, scales: Tensor, zeros: Tensor | None,
-    *, bits: int, group_size: int, in_features: int, column: int, width: int, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """Columns `column` .. + `width` of the transposed weight, [in, width] in `dtype`; `column` is a multiple of 16."""
-    y = torch.empty(in_features, width, dtype=dtype)
+def transpose_into(
+    y: Tensor, library: ctypes.CDLL, weight: Tensor, scales: Tensor, zeros: Tensor | None,
+    *, bits: int, group_size: int, column: int,
+) -> None:  # fmt: skip
+    """Fill contiguous y [in, width] with columns of the transposed weight, from `column`, a multiple of 16, on."""
+    in_features, width = y.shape
     call = _call(y, y, weight, scales, zeros, None, 1, width, in_features, group_size)
     library.transposed(ctypes.byref(call), bits, column, width)
-    return y

@@ -21,9 +21,9 @@ from quantforge.kernels import native, panels, reference
 LINEAR = (
     "(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int group_size, int out_features) -> Tensor"
 )
-TOKENS_FOR_MATMUL = 48
+TOKENS_FOR_MATMUL = 128
 """Tokens from which on bfloat16 goes through the processor's own matrix product, where it has one for bfloat16."""
-MATMUL_ELEMENTS = 1 << 22
+MATMUL_ELEMENTS = 1 << 19
 """Weights that are dequantized at once for it."""
 
 SCHEMAS = {
@@ -113,12 +113,11 @@ def _matmul(
     """Many tokens of bfloat16: some columns of the weight after others, rounded to bfloat16, by torch's own product."""
     y = x.new_empty(len(x), out_features)
     step = max(1, MATMUL_ELEMENTS // x.shape[1] // panels.ROWS) * panels.ROWS
+    buffer = x.new_empty(min(step, out_features) * x.shape[1])
     for column in range(0, out_features, step):
         width = min(step, out_features - column)
-        some = native.transposed(
-            library, weight, scales, zeros,
-            bits=bits, group_size=group, in_features=x.shape[1], column=column, width=width, dtype=x.dtype,
-        )  # fmt: skip
+        some = buffer[: width * x.shape[1]].view(x.shape[1], width)
+        native.transpose_into(some, library, weight, scales, zeros, bits=bits, group_size=group, column=column)
         torch.matmul(x, some, out=y) if width == out_features else y[:, column : column + width].copy_(x @ some)
     return y if bias is None else y.add_(bias)
 
@@ -158,16 +157,9 @@ def _transposed_cpu(
             *packed, bits=bits, group_size=group, out_features=out_features, in_features=in_features
         )
         return plain.t().to(dtype).contiguous()
-    return native.transposed(
-        library,
-        *packed,
-        bits=bits,
-        group_size=group,
-        in_features=in_features,
-        column=0,
-        width=out_features,
-        dtype=dtype,
-    )
+    y = torch.empty(in_features, out_features, dtype=dtype)
+    native.transpose_into(y, library, *packed, bits=bits, group_size=group, column=0)
+    return y
 
 
 # ---------------------------------------------------------------------------------------------------- GPU

@@ -66,11 +66,11 @@ def load(
         )
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     with registered(activations):
-        found = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             str(checkpoint.path),
             dtype=DTYPES.get(dtype, "auto"),
             device_map={"": place},
             trust_remote_code=trust_remote_code,
             **settings,
         )
-    return found.eval()
+    return found

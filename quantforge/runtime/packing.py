@@ -55,6 +55,8 @@ def place(model: nn.Module, packed: PackedCheckpoint, activations: Activations =
         old = model.get_submodule(name)
         layer = _empty(old, scheme.bits, "int8-token" if rounded else activations)
         setattr(model.get_submodule(owner), leaf, layer.train(old.training))
+        for module in (layer, model.get_submodule(owner)):  # else transformers draws weights that are no more
+            module._is_hf_initialized = True  # type: ignore[assignment]
     return places
 
 

@@ -28,7 +28,7 @@ _originals: dict[str, tuple[Any, Any]] = {}
 """What transformers had before `register`: quant_method -> (config class, quantizer class)."""
 
 
-class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class PackedConfig(QuantizationConfigMixin):
     """A checkpoint's ``quantization_config``, kept word for word, so that saving writes what was loaded."""
 
     def __init__(self, settings: Mapping[str, Any], activations: Activations = "float") -> None:
@@ -54,7 +54,7 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]
         return f"{type(self).__name__} {self.to_json_string()}"
 
 
-class PackedQuantizer(HfQuantizer):  # type: ignore[misc]
+class PackedQuantizer(HfQuantizer):
     """Loads a quantized checkpoint into `PackedLinear` layers, which no float matrix is ever made for."""
 
     requires_calibration = True  # it loads what is quantized, and quantizes nothing
@@ -130,33 +130,29 @@ def register() -> None:
 
     ``quantization_config=`` of another class is refused by transformers beside such a checkpoint; `unregister` first.
     """
+    configs, quantizers = _tables()
     for method in reader_names():
-        if method in _originals:
-            continue
-        configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
-        _originals[method] = (configs.get(method), quantizers.get(method))
-        configs[method] = _config_class(configs.get(method), "float")
-        quantizers[method] = _quantizer_class(quantizers.get(method))
+        if method not in _originals:
+            _originals[method] = (configs.get(method), quantizers.get(method))
+            configs[method] = _config_class(configs.get(method), "float")
+            quantizers[method] = _quantizer_class(quantizers.get(method))
 
 
 def unregister() -> None:
     """Give transformers its own classes back."""
     while _originals:
-        method, (config, quantizer) = _originals.popitem()
-        for mapping, original in (
-            (auto.AUTO_QUANTIZATION_CONFIG_MAPPING, config),
-            (auto.AUTO_QUANTIZER_MAPPING, quantizer),
-        ):
+        method, originals = _originals.popitem()
+        for table, original in zip(_tables(), originals, strict=True):
             if original is None:
-                mapping.pop(method, None)
+                table.pop(method, None)
             else:
-                mapping[method] = original
+                table[method] = original
 
 
 @contextmanager
 def registered(activations: Activations) -> Iterator[None]:
     """Registered while this is open, with another default for `activations`; as before afterwards."""
-    configs, quantizers = auto.AUTO_QUANTIZATION_CONFIG_MAPPING, auto.AUTO_QUANTIZER_MAPPING
+    configs, quantizers = _tables()
     before = dict(configs), dict(quantizers)
     try:
         for method in reader_names():
@@ -164,9 +160,16 @@ def registered(activations: Activations) -> Iterator[None]:
             quantizers[method] = _quantizer_class(None)
         yield
     finally:
-        for mapping, old in zip((configs, quantizers), before, strict=True):
-            mapping.clear()
-            mapping.update(old)
+        for table, old in zip((configs, quantizers), before, strict=True):
+            table.clear()
+            table.update(old)
+
+
+def _tables() -> tuple[dict[str, Any], dict[str, Any]]:
+    """transformers' classes by ``quant_method``: of configs, of quantizers."""
+    configs: Any = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+    quantizers: Any = auto.AUTO_QUANTIZER_MAPPING
+    return configs, quantizers
 
 
 def _config_class(original: Any, activations: Activations) -> Any:

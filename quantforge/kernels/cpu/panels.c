@@ -282,9 +282,13 @@ INLINE void transposed_panel(struct work *k, const int bits, int64_t panel) {
             int64_t where = at * k->width + panel * ROWS - k->column;
             if (c->x_type == FLOAT32) { memcpy((float *)c->y + where, row, 4 * rows); continue; }
             uint16_t stored[ROWS];
-            if (c->x_type == BFLOAT16) for (int r = 0; r < ROWS; r++) stored[r] = to_bfloat16(row[r]);
+            if (c->x_type == BFLOAT16) for (int r = 0; r < ROWS; r++) { /* finite: no branch, so that it is vectorized */
+                uint32_t u; memcpy(&u, row + r, 4);
+                stored[r] = (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
+            }
             else for (int r = 0; r < ROWS; r++) stored[r] = to_float16(row[r]);
-            memcpy((uint16_t *)c->y + where, stored, 2 * rows);
+            if (rows == ROWS) memcpy((uint16_t *)c->y + where, stored, sizeof stored); /* of known size: one store */
+            else memcpy((uint16_t *)c->y + where, stored, 2 * rows);
         }
     }
 }
