@@ -14,6 +14,7 @@ inputs to whole words, with code 0; padded rows have scale 0 and are never writt
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from quantforge.kernels import reference
 from quantforge.kernels.reference import contiguous_groups
@@ -57,15 +58,13 @@ def pack(
 
 
 def _words(codes: Tensor, bits: int, words: int) -> Tensor:
-    """int32 [panels, words, 16] of the rows of some panels."""
-    per_word, panels = 32 // bits, -(-len(codes) // ROWS)
-    padded = torch.zeros(panels * ROWS, words * per_word, dtype=torch.int32)
-    padded[: codes.shape[0], : codes.shape[1]] = codes
-    grouped = padded.view(panels, ROWS, words, per_word)
-    packed = torch.zeros(panels, ROWS, words, dtype=torch.int32)
-    for position, place in enumerate(PLACES[bits]):
-        packed |= grouped[..., place] << (position * bits)
-    return packed.transpose(1, 2)
+    """int32 [panels, words, 16] of the rows of some panels: bytes first, which are a word in little-endian order."""
+    panels = -(-len(codes) // ROWS)
+    missing = (0, words * (32 // bits) - codes.shape[1], 0, panels * ROWS - len(codes))
+    grouped = functional.pad(codes, missing).view(panels, ROWS, words, 32 // bits)
+    if bits == 4:
+        grouped = grouped[..., :4] | grouped[..., 4:] << 4
+    return grouped.contiguous().view(torch.int32).squeeze(-1).transpose(1, 2)
 
 
 def _by_panel(values: Tensor, panels: int) -> Tensor:
