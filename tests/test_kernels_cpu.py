@@ -146,6 +146,20 @@ def test_transposed_weight_is_the_weight(level: str) -> None:
         assert torch.equal(found, plain.t().to(dtype))
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_tokens_of_bfloat16_in_slices_are_the_same(level: str, bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "TOKENS_FOR_MATMUL", 5)
+    monkeypatch.setattr(ops, "MATMUL_ELEMENTS", 200 * 16)
+    monkeypatch.setattr(native, "multiplies_bfloat16", lambda: True)
+    codes, scales, zeros = grid(37, 200, bits, 64)
+    packed = panels.pack(codes, scales, zeros, bits=bits, group_size=64)
+    operator = getattr(torch.ops.quantforge, f"w{bits}a16_linear")
+    x, bias = poisoned((2, 5, 200), torch.bfloat16), poisoned((37,), torch.bfloat16)
+    expected = reference.linear(x, codes, scales, zeros, bias, bits=bits, group_size=64)
+    y = operator(x, *packed, bias, 64, 37)
+    assert y.shape == (2, 5, 37) and float((y.double() - expected).norm() / expected.norm()) < 6e-3
+
+
 def test_threads_and_no_pool_of_threads_give_the_same_bits(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     codes, scales, zeros = grid(640, 512, 4, 64)
     packed = panels.pack(codes, scales, zeros, bits=4, group_size=64)

@@ -129,7 +129,7 @@ def _encode(site: str, layer: PackedLinear, packed: PackedCheckpoint) -> dict[st
     is_awq, is_ct = variant == "gemm", method == "compressed-tensors"
     try:
         spec = QuantSpec(
-            scheme.bits,  # type: ignore[arg-type]  # other numbers are refused
+            scheme.bits,  # other numbers are refused
             scheme.group_size,
             scheme.symmetric,
             DTYPE_NAMES[grid.scales.dtype],  # type: ignore[arg-type]
