@@ -133,6 +133,11 @@ def test_zeros_and_numbers_that_are_none_come_through(level: str) -> None:
     y = torch.ops.quantforge.w4a16_linear(x, *packed, None, 32, 20)
     assert not y[0].any() and y[1].isnan().all() and not y[2].isfinite().any()
     assert not torch.ops.quantforge.w4a16_linear(x[:0], *packed, None, 32, 20).numel()
+    tiny = torch.randn(2, 64)
+    for size in (1e-30, 1e-37, 1e30):
+        expected = reference.linear(tiny * size, codes, scales, zeros, None, bits=4, group_size=32)
+        y = torch.ops.quantforge.w4a16_linear(tiny * size, *packed, None, 32, 20)
+        assert float((y.double() - expected).norm()) < 2e-6 * float(expected.norm()) + 1e-36
 
 
 def test_transposed_weight_is_the_weight(level: str) -> None:

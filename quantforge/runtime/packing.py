@@ -134,7 +134,7 @@ def _encode(site: str, layer: PackedLinear, packed: PackedCheckpoint) -> dict[st
             scheme.symmetric,
             DTYPE_NAMES[grid.scales.dtype],  # type: ignore[arg-type]
         )
-    except ValueError as error:
+    except UsageError as error:
         raise UsageError(f"{site} cannot be saved: {error}") from error
     regular = torch.arange(layer.in_features) // (scheme.group_size or layer.in_features)
     plain = torch.equal(grid.group_index, regular) and spec.fits(layer.in_features)

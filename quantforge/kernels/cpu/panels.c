@@ -456,6 +456,7 @@ static void prepare_integers(struct work *k) {
             int8_t *q = k->xq + m * k->padded;
             float step = largest / top;
             if (step == 0.0f) step = 1.1920929e-7f;
+            else if (step < 1.2e-38f && k->digits == DIGITS) step = 1.2e-38f; /* its inverse is finite */
             k->steps[where] = step; /* NaN times anything is NaN */
             if (step != step) {
                 for (int d = 0; d < k->digits; d++) memset(q + d * plane + from, 0, to - from);
