@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from quantforge.reading import load_recipe
     from quantforge.recipe import Recipe
     from quantforge.rules import Rule
+    from quantforge.runtime.load import load
 
 try:
     __version__ = version("quantforge-llm")
@@ -43,6 +44,7 @@ __all__ = [
     "convert_checkpoint",
     "describe_checkpoint",
     "evaluate_checkpoint",
+    "load",
     "load_recipe",
     "look_ahead",
     "make_plan",
@@ -59,6 +61,7 @@ _HOMES = {
     "convert_checkpoint": "pipeline.convert",
     "describe_checkpoint": "pipeline.describe",
     "evaluate_checkpoint": "pipeline.score",
+    "load": "runtime.load",
     "load_recipe": "reading",
     "look_ahead": "pipeline.outlook",
     "make_plan": "pipeline.plan",

@@ -33,8 +33,8 @@ LEVELS = {
     1: {"quantized", "numerics", "text", "documents"},
     2: {"methods", "transforms", "formats", "readers", "contracts", "kernels"},
     3: {"model", "calibration", "evaluate"},
-    4: {"pipeline", "integrations"},
-    5: {"cli", "__main__"},
+    4: {"pipeline", "runtime", "integrations"},
+    5: {"cli", "transformers", "__main__"},
 }
 LEVEL_OF = {unit: level for level, units in LEVELS.items() for unit in units}
 SHARED = {*LEVELS[0], "quantized", "cli"}  # plain values, which their own level may use too; and what __main__ starts
@@ -42,7 +42,7 @@ SHARED = {*LEVELS[0], "quantized", "cli"}  # plain values, which their own level
 PLACES = {  # third-party package -> units that may import it; a package not listed may be imported from level 1 up
     "typer": {"cli"},
     "rich": {"cli"},
-    "transformers": {"model", "evaluate", "integrations"},
+    "transformers": {"model", "evaluate", "runtime", "integrations"},
     "datasets": {"documents", "calibration", "evaluate"},
     "triton": {"kernels"},
     "pydantic": {"recipe", "rules", "reading"},

@@ -18,9 +18,11 @@ import typer
 import typer.main
 
 from quantforge import __version__
+from quantforge.cli.bench import bench
 from quantforge.cli.convert import convert
 from quantforge.cli.eval import evaluate
 from quantforge.cli.flags import FlagCommand
+from quantforge.cli.generate import generate
 from quantforge.cli.inspect import inspect
 from quantforge.cli.plan import plan
 from quantforge.cli.quantize import quantize
@@ -41,6 +43,8 @@ app.command("plan", cls=FlagCommand, short_help="What quantizing a model would g
 app.command("eval", short_help="Perplexity, and KL and top-1 against a reference.")(evaluate)
 app.command("inspect", short_help="What a checkpoint holds, and what was left alone.")(inspect)
 app.command("convert", short_help="The same weights in another format, exactly.")(convert)
+app.command("generate", short_help="Text from a checkpoint, run on its packed weights.")(generate)
+app.command("bench", short_help="How fast a checkpoint runs here, against dense models.")(bench)
 app.command("verify", short_help="All that is wrong with a checkpoint; --fix repairs a copy.")(verify)
 app.add_typer(recipes, name="recipes", short_help="Recipes that come with the package: list, show, copy.")
 
@@ -66,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     A SIGTERM ends the run the way Ctrl-C does, so that it is recorded and can be resumed. Threads that wait for each
     other sleep, unless OMP_WAIT_POLICY says otherwise: on a busy machine spinning costs a large part of the time.
     """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, which no verb has done yet
+    arguments = sys.argv[1:] if argv is None else argv
+    if not {"generate", "bench"} & set(arguments[:1]):  # they wake threads hundreds of times for each token
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is loaded, which no verb has done yet
     if threading.current_thread() is not threading.main_thread():
         return _guarded(argv)
     previous = signal.signal(signal.SIGTERM, _interrupt)

@@ -118,6 +118,10 @@ class Ui:
 
     # -------------------------------------------------------------------------------------------- stdout
 
+    def document(self, data: Any) -> None:
+        """The result as JSON."""
+        self._json(data)
+
     def _json(self, data: Any) -> None:
         self.out.file.write(json.dumps(data, indent=2, ensure_ascii=False, default=str) + "\n")
         self.out.file.flush()

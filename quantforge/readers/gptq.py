@@ -157,6 +157,11 @@ def words_for(count: int, bits: int) -> int:
 
 def unpack_rows(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """int32 [rows, words] -> uint8 [rows, count]: each row is a stream of bits, least significant first."""
+    if bits in (4, 8):  # whole bytes hold whole codes
+        raw = np.ascontiguousarray(words.numpy(), dtype="<i4").view(np.uint8)
+        if bits == 4:
+            raw = np.stack([raw & 15, raw >> 4], axis=-1).reshape(len(raw), -1)
+        return torch.from_numpy(np.ascontiguousarray(raw[:, :count]))
     codes = np.zeros((words.shape[0], count), dtype=np.uint8)
     step = max(1, WORDS_AT_ONCE // max(1, words.shape[1]))
     for start in range(0, words.shape[0], step):

@@ -1,0 +1,232 @@
+"""The compiled CPU kernel: `cpu/panels.c`, built when it is first needed and loaded by ctypes.
+
+It is built at first use and not when the package is installed: the wheel stays one for all platforms, an editable
+install or a source tree works alike, and the code is made for the processor that runs it. The library, plain C without
+a trace of torch's ABI, is kept in the user's cache directory under a hash of source, flags and compiler. Where no
+compiler is found, or it fails, the operators go on without it, slower, and `status` says why.
+
+Threads are torch's own: the C code starts none, it calls the ``GOMP_parallel`` that torch has already loaded.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).parent / "cpu" / "panels.c"
+SWITCH = "QUANTFORGE_CPU_KERNEL"
+"""Environment variable: a level's name forces it, ``none`` does without; read when the kernel is first needed."""
+
+COMMON = ("-O3", "-std=gnu11", "-ffp-contract=fast", "-fno-math-errno", "-fPIC", "-shared", "-pthread")
+LEVELS = {
+    "avx512": "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512vnni -mfma -mf16c -mprefer-vector-width=512".split(),
+    "avx2-vnni": "-mavx2 -mfma -mf16c -mavxvnni".split(),
+    "avx2": "-mavx2 -mfma -mf16c".split(),
+    "portable": [],
+}
+"""Instruction sets, the best first. Portable is 128-bit vectors as the compiler has them: SSE2, or NEON."""
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SMALL = 1 << 18
+"""Products below which waking other threads costs more than they bring."""
+
+
+class Call(ctypes.Structure):
+    """``struct call`` of `cpu/panels.c`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in "x words scales zeros bias y".split()),
+        *(
+            (name, ctypes.c_int64)
+            for name in "tokens out_features in_features group_size x_type scale_type threads".split()
+        ),
+        ("parallel", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True)
+class Status:
+    """Which kernel runs: a level's name, or None with the reason."""
+
+    level: str | None
+    reason: str
+    library: ctypes.CDLL | None = None
+
+
+@cache
+def status() -> Status:
+    """Build or find the library for this processor; warns once when there is none."""
+    wanted = os.environ.get(SWITCH, "")
+    if wanted == "none":
+        return Status(None, f"{SWITCH}=none")
+    levels = [wanted] if wanted in LEVELS else _candidates()
+    reasons = [] if not wanted or wanted in LEVELS else [f"{SWITCH}={wanted!r} is none of {', '.join(LEVELS)}, none"]
+    for level in levels:
+        try:
+            library = load(level)
+        except (OSError, subprocess.SubprocessError, RuntimeError) as error:
+            reasons.append(f"{level}: {error}")
+            continue
+        if library.supported():
+            return Status(level, "; ".join(reasons), library)
+        reasons.append(f"{level}: this processor cannot run it")
+    reason = "; ".join(reasons)
+    warnings.warn(
+        f"quantforge: no compiled CPU kernel, packed layers run slowly ({reason}); install a C compiler such as gcc",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return Status(None, reason)
+
+
+def _candidates() -> list[str]:
+    """Levels worth a try, by what torch says of the processor."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return ["portable"]
+    capability = torch.backends.cpu.get_cpu_capability()
+    skip = {"AVX512": 0, "AVX2": 1}.get(capability, 3)
+    return list(LEVELS)[skip:]
+
+
+@cache
+def load(level: str) -> ctypes.CDLL:
+    """The library of a level, built unless the cache has it.
+
+    Raises RuntimeError without a compiler, when it fails, or on Windows; OSError when the library cannot be written or
+    loaded.
+    """
+    if os.name != "posix":
+        raise RuntimeError(f"built on Linux and macOS only, not on {platform.system()}")
+    compiler = next((found for name in _compilers() if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise RuntimeError(f"no C compiler ({', '.join(_compilers())})")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    flags = [*COMMON, *LEVELS[level]]
+    parts = [SOURCE.read_text(encoding="utf-8"), *flags, version, platform.machine()]
+    name = f"panels-{level}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.so"
+    folder = _cache_folder()
+    if folder is None:
+        with tempfile.TemporaryDirectory(prefix="quantforge-") as scratch:
+            return _declared(_compiled(compiler, flags, Path(scratch) / name))
+    path = folder / name
+    if not _ours(path):
+        _compiled(compiler, flags, path)
+    return _declared(path)
+
+
+def _compilers() -> tuple[str, ...]:
+    return tuple(name for name in (os.environ.get("CC"), "cc", "gcc", "clang") if name)
+
+
+def _cache_folder() -> Path | None:
+    """A folder that only this user can write to, or None when none can be made."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(root) / "quantforge"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return folder if os.access(folder, os.W_OK) and _ours(folder) else None
+    except OSError:
+        return None
+
+
+def _ours(path: Path) -> bool:
+    """Whether it exists, belongs to this user, and nobody else can write to it: it will be run."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _compiled(compiler: str, flags: list[str], path: Path) -> Path:
+    """Compile to `path`, which appears whole or not at all."""
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    command = [compiler, *flags, str(SOURCE), "-o", str(scratch), "-lm"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if ran.returncode:
+        raise RuntimeError(f"{compiler} failed: {' '.join(ran.stderr.split())[:300]}")
+    scratch.chmod(0o700)
+    os.replace(scratch, path)
+    return path
+
+
+def _declared(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.linear.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
+    library.transposed.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return library
+
+
+@cache
+def _pool() -> int | None:
+    """The address of GOMP_parallel of the OpenMP runtime in this process; None: threads are started for each call."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError, TypeError):
+        return None
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for products of bfloat16, which torch then uses."""
+    names = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")  # of torch.cpu, in the versions that have them
+    return any(getattr(torch.cpu, name, bool)() for name in names)
+
+
+def _call(
+    x: Tensor, y: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+    tokens: int, out_features: int, in_features: int, group_size: int,
+) -> Call:  # fmt: skip
+    threads = torch.get_num_threads() if tokens * out_features * in_features >= SMALL else 1
+    return Call(
+        x.data_ptr(),
+        weight.data_ptr(),
+        scales.data_ptr(),
+        None if zeros is None else zeros.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        tokens,
+        out_features,
+        in_features,
+        group_size,
+        TYPES[y.dtype],
+        TYPES[scales.dtype],
+        threads,
+        _pool(),
+    )
+
+
+def linear(
+    library: ctypes.CDLL, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+    *, bits: int, group_size: int, out_features: int, integers: bool,
+) -> Tensor:  # fmt: skip
+    """``x @ w.T + bias`` [tokens, out] in x's dtype, for contiguous x [tokens, in] and weights of `panels`.
+
+    `integers`: activations are rounded to 8 bits, per group, or per token where a row is one group of 8-bit codes.
+    """
+    tokens, in_features = x.shape
+    y = x.new_empty(tokens, out_features)
+    call = _call(x, y, weight, scales, zeros, bias, tokens, out_features, in_features, group_size)
+    if library.linear(ctypes.byref(call), bits, int(integers)):
+        raise MemoryError(f"no memory to multiply {tokens} tokens of {in_features} values")
+    return y
+
+
+def transpose_into(
+    y: Tensor, library: ctypes.CDLL, weight: Tensor, scales: Tensor, zeros: Tensor | None,
+    *, bits: int, group_size: int, column: int,
+) -> None:  # fmt: skip
+    """Fill contiguous y [in, width] with columns of the transposed weight, from `column`, a multiple of 16, on."""
+    in_features, width = y.shape
+    call = _call(y, y, weight, scales, zeros, None, 1, width, in_features, group_size)
+    library.transposed(ctypes.byref(call), bits, column, width)
