@@ -42,7 +42,7 @@ def load(
 
     Raises:
         SourceError: no checkpoint, damaged, or quantized in a way that cannot be run.
-        UsageError: an unknown dtype or device.
+        UsageError: an unknown dtype or device, or ``int8-group`` on a GPU.
     """
     import transformers
     from transformers import AutoModelForCausalLM
@@ -53,6 +53,8 @@ def load(
         place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     except RuntimeError as error:
         raise UsageError(f"device {device!r}: {error}") from error
+    if activations == "int8-group" and place.type != "cpu":
+        raise UsageError(f"int8-group (--int8-activations) runs on the CPU only, and device is {place}: device='cpu'")
     checkpoint = open_checkpoint(model)
     asked = quantization_config(checkpoint)
     if asked is not None and not can_run(asked):
