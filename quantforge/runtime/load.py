@@ -67,12 +67,19 @@ def load(
             f"{checkpoint.path}: scales of its cache are not used; keys and values are not rounded", stacklevel=2
         )
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    with registered(activations):
-        found: Any = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.path),
-            dtype=DTYPES.get(dtype, "auto"),
-            device_map={"": place},
-            trust_remote_code=trust_remote_code,
-            **settings,
-        )
+    try:
+        with registered(activations):
+            found: Any = AutoModelForCausalLM.from_pretrained(
+                str(checkpoint.path),
+                dtype=DTYPES.get(dtype, "auto"),
+                device_map={"": place},
+                trust_remote_code=trust_remote_code,
+                **settings,
+            )
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise SourceError(
+            f"{checkpoint.path}: the model needs code of its own; trust_remote_code=True (--trust-remote-code) runs it"
+        ) from error
     return found
