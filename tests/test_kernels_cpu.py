@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantforge.kernels import native, ops, panels, reference
+from quantforge.kernels import native, ops, panels, planar, reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}
@@ -69,7 +69,7 @@ def test_w4a16_and_w8a16_equal_float64(level: str, bits: int, dtype: torch.dtype
     operator = {4: torch.ops.quantforge.w4a16_linear, 8: torch.ops.quantforge.w8a16_linear}[bits]
     kinds = itertools.cycle([torch.float16, torch.bfloat16, torch.float32])
     for (out, inp), group in itertools.product(SHAPES, (8, 32, 64, 128, -1)):
-        width = panels.whole_group(group, inp)
+        width = planar.group_inputs(group, inp)
         codes, scales, zeros = grid(out, inp, bits, width, next(kinds))
         for symmetric, tokens in itertools.product((True, False), TOKENS):
             zero, bias = None if symmetric else zeros, poisoned((out,), dtype) if tokens % 2 else None
@@ -111,7 +111,7 @@ def test_w8a8_rounds_each_token_as_the_reference_does(level: str, dtype: torch.d
 
 def test_w4a8_equals_activations_rounded_piece_by_piece(level: str) -> None:
     for (out, inp), group in itertools.product(((48, 640), (33, 200)), (32, 64, -1)):
-        width = panels.whole_group(group, inp)
+        width = planar.group_inputs(group, inp)
         codes, scales, zeros = grid(out, inp, 4, width)
         packed = panels.pack(codes, scales, zeros, bits=4, group_size=group)
         for tokens in TOKENS:
@@ -225,7 +225,7 @@ def test_a_machine_without_a_compiler_says_so_once(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("bits", [4, 8])
 def test_panels_unpack_to_what_was_packed(bits: int) -> None:
     for (out, inp), group in itertools.product(SHAPES, (8, 64, -1)):
-        codes, scales, zeros = grid(out, inp, bits, panels.whole_group(group, inp))
+        codes, scales, zeros = grid(out, inp, bits, planar.group_inputs(group, inp))
         packed = panels.pack(codes, scales, zeros, bits=bits, group_size=group)
         found = panels.unpack(*packed, bits=bits, group_size=group, out_features=out, in_features=inp)
         assert all(torch.equal(a, b) for a, b in zip(found, (codes, scales, zeros), strict=True))

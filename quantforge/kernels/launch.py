@@ -165,13 +165,20 @@ def compute_dtype(x: Tensor) -> Any:
     return tl.bfloat16 if x.is_cuda else tl.float32
 
 
+AMD = ("gfx90a", "gfx942", "gfx950")
+"""AMD's GPUs with the matrix instructions that the kernels are made for; gfx11 has others, and spills registers."""
+
+
 @cache
 def target_of(device: torch.device) -> str:
-    """``sm_90``, ``gfx942``, ..., or ``interpreter`` for the CPU."""
+    """``sm_90``, ``gfx942``, ..., or ``interpreter`` for the CPU; ValueError for a GPU that no kernel is made for."""
     if device.type != "cuda":
         return "interpreter"
     if torch.version.hip is not None:
-        return str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+        name = str(torch.cuda.get_device_properties(device).gcnArchName).partition(":")[0]
+        if name not in AMD:
+            raise ValueError(f"no kernel runs on {device}, a {name}; they need one of {', '.join(AMD)}")
+        return name
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         raise ValueError(f"no kernel runs on {device}, an sm_{major}{minor}; they need sm_80 or newer")

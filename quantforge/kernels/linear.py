@@ -1,7 +1,6 @@
 """`PackedLinear`: a linear layer that keeps its codes packed and multiplies by them."""
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantforge.kernels import ops as _ops  # noqa: F401  (registers the operators)
-from quantforge.kernels import panels, reference
+from quantforge.kernels import panels, planar, reference, rows
 from quantforge.numerics.activations import quantize_tokens
 from quantforge.spec import ActivationSpec
 
@@ -112,6 +111,8 @@ class PackedLinear(nn.Module):
     ) -> None:
         """Pack what is already sorted by group."""
         bits, group = self.stored_bits, self.group_size
+        if self.activations == "int8-group" and device.type != "cpu":
+            raise ValueError(f"int8-group rounds inputs on the CPU only, not on {device}; load with float activations")
         self.layout = self._layout_for(device, zeros)
         packed: tuple[Tensor, Tensor, Tensor | None]
         if self.layout == "plain":
@@ -120,14 +121,15 @@ class PackedLinear(nn.Module):
             packed = panels.pack(codes, scales, zeros, bits=bits, group_size=group)
         elif self.layout == "planar":
             moved = [None if t is None else t.to(device) for t in (codes, scales, zeros)]
-            packed = _gpu("planar").pack(*moved, bits=bits, group_size=group)
+            packed = planar.pack(*moved, bits=bits, group_size=group)
         else:
-            packed = (*_gpu("rows").pack(codes.to(device), scales.to(device)), None)
+            packed = (*rows.pack(codes.to(device), scales.to(device)), None)
         self.weight, self.scales = packed[0].to(device), packed[1].to(device)
         self.zeros = None if packed[2] is None else packed[2].to(device)
         self.input_order = None if order is None else order.to(device)
 
     def _layout_for(self, device: torch.device, zeros: Tensor | None) -> str:
+        """How codes lie on a device; on a GPU alike whether kernels run there or not (`gpu` says how it multiplies)."""
         if device.type == "cuda":
             if self._whole_int8(zeros is None):
                 return "rows"
@@ -163,8 +165,8 @@ class PackedLinear(nn.Module):
             return weight, scales, zeros
         sizes = {"out_features": self.out_features, "in_features": self.in_features}
         if self.layout == "rows":
-            return (*_gpu("rows").unpack(weight, scales, **sizes), None)
-        layout: Any = panels if self.layout == "panels" else _gpu("planar")
+            return (*rows.unpack(weight, scales, **sizes), None)
+        layout: Any = panels if self.layout == "panels" else planar
         found: tuple[Tensor, Tensor, Tensor | None] = layout.unpack(
             weight, scales, zeros, bits=self.stored_bits, group_size=self.group_size, **sizes
         )
@@ -223,8 +225,3 @@ class PackedLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"{self.bits} bits {group}{order}{rounded}, {self.layout}, {self.packed_bytes} bytes"
         )
-
-
-def _gpu(layout: str) -> Any:
-    """A layout of the GPU kernels."""
-    return import_module(f"quantforge.kernels.{layout}")

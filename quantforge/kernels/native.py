@@ -23,6 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantforge.errors import UsageError
+
 SOURCE = Path(__file__).parent / "cpu" / "panels.c"
 SWITCH = "QUANTFORGE_CPU_KERNEL"
 """Environment variable: a level's name forces it, ``none`` does without; read when the kernel is first needed."""
@@ -65,13 +67,14 @@ class Status:
 
 @cache
 def status() -> Status:
-    """Build or find the library for this processor; warns once when there is none."""
+    """Build or find the library for this processor; warns once when there is none. UsageError for an unknown level."""
     wanted = os.environ.get(SWITCH, "")
     if wanted == "none":
         return Status(None, f"{SWITCH}=none")
-    levels = [wanted] if wanted in LEVELS else _candidates()
-    reasons = [] if not wanted or wanted in LEVELS else [f"{SWITCH}={wanted!r} is none of {', '.join(LEVELS)}, none"]
-    for level in levels:
+    if wanted and wanted not in LEVELS:
+        raise UsageError(f"{SWITCH}={wanted!r} is none of {', '.join(LEVELS)}, none")
+    reasons = []
+    for level in [wanted] if wanted else _candidates():
         try:
             library = load(level)
         except (OSError, subprocess.SubprocessError, RuntimeError) as error:
@@ -119,9 +122,12 @@ def load(level: str) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(prefix="quantforge-") as scratch:
             return _declared(_compiled(compiler, flags, Path(scratch) / name))
     path = folder / name
-    if not _ours(path):
-        _compiled(compiler, flags, path)
-    return _declared(path)
+    if _ours(path):
+        try:
+            return _declared(path)
+        except (OSError, AttributeError):  # damaged: a disk that was full, a machine that stopped
+            path.unlink()
+    return _declared(_compiled(compiler, flags, path))
 
 
 def _compilers() -> tuple[str, ...]:
@@ -132,6 +138,8 @@ def _cache_folder() -> Path | None:
     """A folder that only this user can write to, or None when none can be made."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(root) / "quantforge"
+    if not folder.is_absolute():
+        return None
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         return folder if os.access(folder, os.W_OK) and _ours(folder) else None
@@ -140,23 +148,25 @@ def _cache_folder() -> Path | None:
 
 
 def _ours(path: Path) -> bool:
-    """Whether it exists, belongs to this user, and nobody else can write to it: it will be run."""
+    """Whether it exists, belongs to this user like a link to it, and nobody else can write to it: it will be run."""
     try:
-        found = path.stat()
+        link, found = path.lstat(), path.stat()
     except FileNotFoundError:
         return False
-    return found.st_uid == os.getuid() and not found.st_mode & 0o022
+    return link.st_uid == found.st_uid == os.getuid() and not found.st_mode & 0o022
 
 
 def _compiled(compiler: str, flags: list[str], path: Path) -> Path:
     """Compile to `path`, which appears whole or not at all."""
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    command = [compiler, *flags, str(SOURCE), "-o", str(scratch), "-lm"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    if ran.returncode:
-        raise RuntimeError(f"{compiler} failed: {' '.join(ran.stderr.split())[:300]}")
-    scratch.chmod(0o700)
-    os.replace(scratch, path)
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=path.parent) as folder:
+        scratch = Path(folder) / path.name
+        command = [compiler, *flags, str(SOURCE), "-o", str(scratch), "-lm"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if ran.returncode or not scratch.is_file():
+            said = " ".join(ran.stderr.split())[:300] or "it wrote nothing"
+            raise RuntimeError(f"{compiler} failed: {said}")
+        scratch.chmod(0o700)
+        os.replace(scratch, path)
     return path
 
 

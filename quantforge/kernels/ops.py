@@ -9,14 +9,14 @@ Weights, scales and zeros are in the layout of x's device: `panels` on the CPU, 
 Results have the dtype of x. The gradient for x and the bias goes through weights of 16 bits, not through rounded x.
 """
 
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantforge.kernels import native, panels, reference
+from quantforge.kernels import gpu, native, panels, reference
+from quantforge.kernels.planar import group_inputs
 
 LINEAR = (
     "(Tensor x, Tensor weight, Tensor scales, Tensor? zeros, Tensor? bias, int group_size, int out_features) -> Tensor"
@@ -46,7 +46,7 @@ def _checked(
 ) -> int:
     """The group size in whole words; ValueError for what would be read out of bounds."""
     in_features = x.shape[-1]
-    group = panels.whole_group(group_size, in_features)
+    group = group_inputs(group_size, in_features)
     rows, words = -(-out_features // panels.ROWS), -(-in_features * bits // 32)
     corners = (rows, -(-in_features // group), panels.ROWS)
     if weight.dtype != torch.int32 or tuple(weight.shape) != (rows, words, panels.ROWS):
@@ -165,15 +165,16 @@ def _transposed_cpu(
 # ---------------------------------------------------------------------------------------------------- GPU
 
 
-def _on_gpu(module: str, name: str) -> Any:
-    """A launcher of the Triton kernels, which are imported when they are first called."""
+def _w4a16_gpu(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, group: int, out_features: int
+) -> Tensor:
+    return gpu.planar_linear(x, weight, scales, zeros, bias, bits=4, group_size=group, out_features=out_features)
 
-    def call(*arguments: Any) -> Tensor:
-        launch = getattr(import_module(f"quantforge.kernels.{module}"), name)
-        result: Tensor = launch(*arguments)
-        return result
 
-    return call
+def _w8a16_gpu(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, group: int, out_features: int
+) -> Tensor:
+    return gpu.planar_linear(x, weight, scales, zeros, bias, bits=8, group_size=group, out_features=out_features)
 
 
 def _w4a8_gpu(
@@ -186,13 +187,8 @@ def _transposed_gpu(
     weight: Tensor, scales: Tensor, zeros: Tensor | None,
     bits: int, group_size: int, out_features: int, in_features: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    planar: Any = import_module("quantforge.kernels.planar")
     sizes = {"bits": bits, "group_size": group_size, "out_features": out_features, "in_features": in_features}
-    codes, scale, zero = planar.unpack(weight, scales, zeros, **sizes)
-    group = panels.whole_group(group_size, in_features)
-    index = reference.contiguous_groups(in_features, group, codes.device)
-    plain = reference.dequantize(codes, scale, zero, index, bits=bits, dtype=torch.float32)
-    return plain.t().to(dtype).contiguous()
+    return gpu.dequantize(weight, scales, zeros, **sizes).t().to(dtype).contiguous()
 
 
 # ---------------------------------------------------------------------------------------------------- shapes, gradients
@@ -237,10 +233,15 @@ def _no_gradient(ctx: Any, grad: Tensor) -> Any:
 
 def _register() -> None:
     cpu = {"w4a16_linear": _w4a16_cpu, "w8a16_linear": _w8a16_cpu, "w4a8_linear": _w4a8_cpu, "w8a8_linear": _w8a8_cpu}
-    gpu = {name: _on_gpu(name.removesuffix("_linear"), f"{name}_triton") for name in cpu} | {"w4a8_linear": _w4a8_gpu}
+    on_gpu = {
+        "w4a16_linear": _w4a16_gpu,
+        "w8a16_linear": _w8a16_gpu,
+        "w4a8_linear": _w4a8_gpu,
+        "w8a8_linear": gpu.int8_linear,
+    }
     for name in cpu:
         _library.impl(name, cpu[name], "CPU")
-        _library.impl(name, gpu[name], "CUDA")
+        _library.impl(name, on_gpu[name], "CUDA")
         torch.library.register_fake(f"quantforge::{name}", _fake, lib=_library)
         if name.endswith("a16_linear"):
             backward = _backward(int(name[1]))

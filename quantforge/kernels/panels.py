@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from quantforge.kernels import reference
+from quantforge.kernels.planar import group_inputs
 from quantforge.kernels.reference import contiguous_groups
 
 ROWS = 16
@@ -24,14 +25,9 @@ PLACES = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 1, 2, 3)}
 """Which input of a word each code is, from the lowest bits up."""
 
 
-def whole_group(group_size: int, in_features: int) -> int:
-    """`group_size`, or `in_features` where -1 or a larger number makes one group of the whole row."""
-    return in_features if group_size == -1 or group_size > in_features else group_size
-
-
 def fits(in_features: int, group_size: int, bits: int) -> bool:
     """Whether groups end where words do; one group for whole rows always fits."""
-    group = whole_group(group_size, in_features)
+    group = group_inputs(group_size, in_features)
     return bits in PLACES and (group == in_features or group % (32 // bits) == 0)
 
 
@@ -118,5 +114,5 @@ def dequantize(
         out_features=out_features,
         in_features=in_features,
     )
-    index = contiguous_groups(in_features, whole_group(group_size, in_features))
+    index = contiguous_groups(in_features, group_inputs(group_size, in_features))
     return reference.dequantize(codes, scale, zero, index, bits=bits, dtype=torch.float32)

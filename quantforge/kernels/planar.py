@@ -66,6 +66,12 @@ def whole_group(group_size: int, in_features: int) -> int:
     return WHOLE_ROW if group_size >= in_features else group_size
 
 
+def group_inputs(group_size: int, in_features: int) -> int:
+    """Inputs that share a scale: `group_size`, or all where one group takes the row; ValueError as `whole_group`."""
+    group = whole_group(group_size, in_features)
+    return in_features if group == WHOLE_ROW else group
+
+
 def padded_shape(bits: int, group_size: int, out_features: int, in_features: int) -> tuple[int, int]:
     """(out, in) after padding."""
     block = planes_of(bits) * plane_width(bits, group_size, in_features)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quantforge.errors import UsageError
+from quantforge.errors import SourceError, UsageError
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,15 @@ def generate(
     Args:
         temperature: 0 takes the likeliest token each time; above, tokens are drawn, by a generator that `seed` starts.
         chat: put the prompt into the tokenizer's chat template, if it has one.
+
+    Raises:
+        UsageError: nothing to continue.
+        SourceError: a tokenizer of another model.
     """
     tokens = prompt_tokens(tokenizer, prompt, chat=chat).to(model.device)
+    known, largest = model.get_input_embeddings().num_embeddings, int(tokens.max())
+    if largest >= known:
+        raise SourceError(f"the tokenizer makes token {largest} of the prompt, and the model has {known}: another's?")
     sampling: dict[str, Any] = {"do_sample": True, "temperature": temperature}
     if temperature <= 0:
         sampling = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

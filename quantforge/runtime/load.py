@@ -42,7 +42,7 @@ def load(
 
     Raises:
         SourceError: no checkpoint, damaged, or quantized in a way that cannot be run.
-        UsageError: an unknown dtype or device.
+        UsageError: an unknown dtype or device, or ``int8-group`` on a GPU.
     """
     import transformers
     from transformers import AutoModelForCausalLM
@@ -53,6 +53,8 @@ def load(
         place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
     except RuntimeError as error:
         raise UsageError(f"device {device!r}: {error}") from error
+    if activations == "int8-group" and place.type != "cpu":
+        raise UsageError(f"int8-group (--int8-activations) runs on the CPU only, and device is {place}: device='cpu'")
     checkpoint = open_checkpoint(model)
     asked = quantization_config(checkpoint)
     if asked is not None and not can_run(asked):
@@ -65,12 +67,19 @@ def load(
             f"{checkpoint.path}: scales of its cache are not used; keys and values are not rounded", stacklevel=2
         )
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    with registered(activations):
-        found: Any = AutoModelForCausalLM.from_pretrained(
-            str(checkpoint.path),
-            dtype=DTYPES.get(dtype, "auto"),
-            device_map={"": place},
-            trust_remote_code=trust_remote_code,
-            **settings,
-        )
+    try:
+        with registered(activations):
+            found: Any = AutoModelForCausalLM.from_pretrained(
+                str(checkpoint.path),
+                dtype=DTYPES.get(dtype, "auto"),
+                device_map={"": place},
+                trust_remote_code=trust_remote_code,
+                **settings,
+            )
+    except ValueError as error:
+        if trust_remote_code or "trust_remote_code" not in str(error):
+            raise
+        raise SourceError(
+            f"{checkpoint.path}: the model needs code of its own; trust_remote_code=True (--trust-remote-code) runs it"
+        ) from error
     return found
