@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantforge.errors import UsageError
-from quantforge.kernels import planar, rows
+from quantforge.kernels import planar, reference, rows
 from quantforge.kernels.launch import launch_planar, planar_linear, round_tokens, target_of
 from quantforge.kernels.tiles import Tile, planar_constants, planar_tile
 from quantforge.kernels.tuning import candidates, tune_tile
@@ -96,6 +96,25 @@ def test_weight_only(
     linear = w4a16_linear_triton if bits == 4 else w8a16_linear_triton
     found = linear(x, words, scales, zeros, bias, group_size, shape[0])
     assert_close(found, expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("bits", "x_dtype", "scale_dtype", "count"),
+    [
+        (4, torch.bfloat16, torch.float16, 3),
+        (8, torch.float16, torch.bfloat16, 3),
+        (4, torch.float16, torch.bfloat16, 40),
+    ],
+)
+def test_scales_of_another_16_bit_float(bits: int, x_dtype: torch.dtype, scale_dtype: torch.dtype, count: int) -> None:
+    """A checkpoint's float16 scales in a bfloat16 model, and the reverse."""
+    (x, words, scales, zeros, bias), _ = problem(bits, 64, scale_dtype, count, (100, 208), False)
+    codes, scale, zero = planar.unpack(
+        words, scales, zeros, bits=bits, group_size=64, out_features=100, in_features=208
+    )
+    expected = reference.linear(x.to(x_dtype), codes, scale, zero, bias, bits=bits, group_size=64)
+    linear = w4a16_linear_triton if bits == 4 else w8a16_linear_triton
+    assert_close(linear(x.to(x_dtype), words, scales, zeros, bias, 64, 100), expected, x_dtype)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

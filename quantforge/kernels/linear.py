@@ -120,8 +120,8 @@ class PackedLinear(nn.Module):
         elif self.layout == "panels":
             packed = panels.pack(codes, scales, zeros, bits=bits, group_size=group)
         elif self.layout == "planar":
-            moved = [None if t is None else t.to(device) for t in (codes, scales, zeros)]
-            packed = planar.pack(*moved, bits=bits, group_size=group)
+            moved = None if zeros is None else zeros.to(device)
+            packed = planar.pack(codes.to(device), scales.to(device), moved, bits=bits, group_size=group)
         else:
             packed = (*rows.pack(codes.to(device), scales.to(device)), None)
         self.weight, self.scales = packed[0].to(device), packed[1].to(device)
