@@ -97,7 +97,11 @@ def test_ctrl_c_while_it_writes(
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(module._Stream, "put", interrupted)
-    assert main(["generate", str(tiny_llama), "a", "--raw"]) == 130
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are deaf to it
+    try:
+        assert main(["generate", str(tiny_llama), "a", "--raw"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err.strip().endswith("interrupted")
 
 
