@@ -4,6 +4,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
+from quantforge.cli.flags import listed
+
 
 def convert(
     checkpoint: Annotated[
@@ -47,7 +49,7 @@ def convert(
             output,
             config=config,
             max_shard_size=max_shard_size,
-            targets=[name.strip() for name in bundle_kernels.split(",") if name.strip()],
+            targets=listed(bundle_kernels),
             trust_remote_code=trust_remote_code,
             allow_pickle=allow_pickle,
             progress=progress,

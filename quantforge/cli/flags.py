@@ -38,6 +38,11 @@ class FlagCommand(TyperCommand):
                 formatter.write_dl(lines)
 
 
+def listed(text: str) -> tuple[str, ...]:
+    """The names in a comma list; empty ones are left out."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def _rewritten(args: list[str], own: set[str], notes: list[str]) -> Iterator[str]:
     """`args` with the flags in `own` alone."""
     written: dict[str, str] = {}

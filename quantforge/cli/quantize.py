@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Option
 
-from quantforge.cli.flags import NOTES
+from quantforge.cli.flags import NOTES, listed
 from quantforge.errors import UsageError
 
 if TYPE_CHECKING:
@@ -230,10 +230,9 @@ def _overrides(flags: dict[str, Any]) -> dict[str, Any]:
     """The flags that were given, in the recipe's keys; what was not given is left to the file and the defaults."""
     given = {key: value for key, value in flags.items() if value not in (None, [], ()) and key not in _NOT_RECIPE}
     if "formats" in given:
-        names = ",".join(given["formats"]).split(",")
-        given["formats"] = tuple(name.strip() for name in names if name.strip())
+        given["formats"] = listed(",".join(given["formats"]))
     if "bundle_kernels" in given:
-        given["bundle_kernels"] = tuple(name.strip() for name in given["bundle_kernels"].split(",") if name.strip())
+        given["bundle_kernels"] = listed(given["bundle_kernels"])
     if "ignore" in given:
         given["ignore"] = tuple(given["ignore"])
     if "candidate_bits" in given:

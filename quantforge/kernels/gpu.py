@@ -50,8 +50,8 @@ def dequantize(
     """Float32 [out, in] from the planar layout, on its device."""
     sizes = {"bits": bits, "group_size": group_size, "out_features": out_features, "in_features": in_features}
     codes, scale, zero = planar.unpack(weight, scales, zeros, **sizes)
-    index = reference.contiguous_groups(in_features, planar.group_inputs(group_size, in_features), codes.device)
-    return reference.dequantize(codes, scale, zero, index, bits=bits, dtype=torch.float32)
+    group = planar.group_inputs(group_size, in_features)
+    return reference.dequantize_grouped(codes, scale, zero, bits=bits, group_size=group, dtype=torch.float32)
 
 
 @cache

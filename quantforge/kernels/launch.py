@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantforge.kernels import rows
-from quantforge.kernels.planar import WHOLE_ROW, inputs_read, padded_shape, plane_width, planes_of, whole_group
+from quantforge.kernels.planar import group_count, inputs_read, padded_shape, plane_width, planes_of, whole_group
 from quantforge.kernels.tiles import Tile, int8_tile, planar_constants, planar_tile
 
 COMBINED = 1024
@@ -211,8 +211,7 @@ def _check(
         )
     if words.numel() >= 1 << 31:
         raise ValueError(f"words {expected} are more than a kernel can count in 32 bits")
-    group = whole_group(group_size, x.shape[-1])
-    corners = (1 if group == WHOLE_ROW else -(-padded_in // group), padded_out)
+    corners = (group_count(whole_group(group_size, x.shape[-1]), padded_in), padded_out)
     for name, values in (("scales", scales), ("zeros", zeros)):
         if values is not None and (tuple(values.shape) != corners or values.dtype != scales.dtype):
             raise ValueError(f"{name} are {values.dtype} {tuple(values.shape)}; expected {scales.dtype} {corners}")

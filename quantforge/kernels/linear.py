@@ -188,8 +188,9 @@ class PackedLinear(nn.Module):
         if weight is None or scales is None:
             raise ValueError("the layer is empty; fill it before it is called")
         if self.layout == "plain":
-            index = reference.contiguous_groups(self.in_features, self.group_size, x.device)
-            plain = reference.dequantize(weight, scales, zeros, index, bits=self.stored_bits, dtype=torch.float32)
+            plain = reference.dequantize_grouped(
+                weight, scales, zeros, bits=self.stored_bits, group_size=self.group_size, dtype=torch.float32
+            )
             return functional.linear(x, plain.to(x.dtype), bias)
         operators = torch.ops.quantforge
         found: Tensor

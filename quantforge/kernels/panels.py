@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from quantforge.kernels import reference
 from quantforge.kernels.planar import group_inputs
-from quantforge.kernels.reference import contiguous_groups
 
 ROWS = 16
 PLACES = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 1, 2, 3)}
@@ -114,5 +113,5 @@ def dequantize(
         out_features=out_features,
         in_features=in_features,
     )
-    index = contiguous_groups(in_features, group_inputs(group_size, in_features))
-    return reference.dequantize(codes, scale, zero, index, bits=bits, dtype=torch.float32)
+    group = group_inputs(group_size, in_features)
+    return reference.dequantize_grouped(codes, scale, zero, bits=bits, group_size=group, dtype=torch.float32)

@@ -72,6 +72,11 @@ def group_inputs(group_size: int, in_features: int) -> int:
     return in_features if group == WHOLE_ROW else group
 
 
+def group_count(group: int, inputs: int) -> int:
+    """Groups that `inputs` fall into, the last perhaps short; `group` is one of `whole_group`."""
+    return 1 if group == WHOLE_ROW else -(-inputs // group)
+
+
 def padded_shape(bits: int, group_size: int, out_features: int, in_features: int) -> tuple[int, int]:
     """(out, in) after padding."""
     block = planes_of(bits) * plane_width(bits, group_size, in_features)
@@ -113,7 +118,7 @@ def pack(
     else:
         low, high = blocks[:, :, 0], blocks[:, :, 1]
     words = torch.stack([low, high], dim=-1).view(torch.int16).reshape(out_features, -1)  # bytes, little endian
-    groups = 1 if group == WHOLE_ROW else -(-padded_in // group)
+    groups = group_count(group, padded_in)
     missing = (0, groups - scales.shape[1], 0, padded_out - out_features)
     return (
         pad(words.t(), (0, padded_out - out_features)).contiguous(),
@@ -144,8 +149,7 @@ def unpack(
     low, high = halves[..., 0], halves[..., 1]  # [out, blocks, width]
     split = [low & 15, low >> 4, high & 15, high >> 4] if bits == 4 else [low, high]
     codes = torch.stack(split, dim=2).view(out_features, -1)[:, :in_features].contiguous()
-    group = whole_group(group_size, in_features)
-    groups = 1 if group == WHOLE_ROW else -(-in_features // group)
+    groups = group_count(whole_group(group_size, in_features), in_features)
 
     def trimmed(values: Tensor) -> Tensor:
         return values[:groups, :out_features].t().contiguous()
@@ -157,7 +161,7 @@ def _check(codes: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group
     out_features, in_features = codes.shape
     if codes.dtype != torch.uint8 or (zeros is not None and zeros.dtype != torch.uint8):
         raise ValueError(f"codes and zeros must be uint8; codes are {codes.dtype}")
-    groups = 1 if group == WHOLE_ROW else -(-in_features // group)
+    groups = group_count(group, in_features)
     for name, values in (("scales", scales), ("zeros", zeros)):
         if values is not None and tuple(values.shape) != (out_features, groups):
             raise ValueError(f"{name} are {tuple(values.shape)}, not {(out_features, groups)}")

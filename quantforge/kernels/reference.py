@@ -28,12 +28,19 @@ def contiguous_groups(in_features: int, group_size: int, device: torch.device | 
     return torch.arange(in_features, device=device) // group_size
 
 
+def dequantize_grouped(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, *, bits: int, group_size: int, dtype: torch.dtype
+) -> Tensor:
+    """`dequantize` for groups that follow each other, `group_size` inputs each."""
+    index = contiguous_groups(codes.shape[1], group_size, codes.device)
+    return dequantize(codes, scales, zeros, index, bits=bits, dtype=dtype)
+
+
 def linear(
     x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, *, bits: int, group_size: int
 ) -> Tensor:
     """``x @ w.T + bias`` in float64, [..., out], for x [..., in]; the other arguments as `dequantize` takes them."""
-    index = contiguous_groups(codes.shape[1], group_size, codes.device)
-    weight = dequantize(codes, scales, zeros, index, bits=bits, dtype=torch.float64)
+    weight = dequantize_grouped(codes, scales, zeros, bits=bits, group_size=group_size, dtype=torch.float64)
     result = x.to(torch.float64) @ weight.t()
     return result if bias is None else result + bias.to(torch.float64)
 
