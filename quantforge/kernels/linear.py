@@ -73,6 +73,11 @@ class PackedLinear(nn.Module):
         return 4 if self.bits <= 4 else 8
 
     @property
+    def rounds_groups(self) -> bool:
+        """Whether inputs are rounded to INT8 by groups: asked for, and of 4-bit codes that a kernel reads."""
+        return self.activations == "int8-group" and self.stored_bits == 4 and self.layout != "plain"
+
+    @property
     def packed_bytes(self) -> int:
         """Bytes of codes, scales and zeros, padding included."""
         tensors = (self.weight, self.scales, self.zeros, self.input_order)
@@ -207,7 +212,7 @@ class PackedLinear(nn.Module):
         if self._whole_int8(zeros is None):
             found = operators.w8a8_linear(x, weight, scales, bias, self.out_features)
         else:
-            name = "w8a16" if self.stored_bits == 8 else "w4a8" if self.activations == "int8-group" else "w4a16"
+            name = "w8a16" if self.stored_bits == 8 else "w4a8" if self.rounds_groups else "w4a16"
             operator = getattr(operators, f"{name}_linear")
             found = operator(x, weight, scales, zeros, bias, self.group_size, self.out_features)
         return found
