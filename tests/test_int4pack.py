@@ -80,6 +80,7 @@ def test_the_order_of_other_processors_is_found(capability: str, said: str) -> N
 def test_a_layer_takes_it_and_gives_its_grid_back(symmetric: bool) -> None:
     codes, scales, zeros = grid(100, 128, 32)
     layer = filled(codes, scales, torch.full_like(zeros, 8) if symmetric else zeros, bias=True)
+    assert layer.bias is not None
     torch.nn.init.normal_(layer.bias)
     assert layer.layout == "int4pack" and "int4pack" in repr(layer) and (layer.zeros is None) == symmetric
     found = layer.grid()
