@@ -186,6 +186,7 @@ def test_loading_is_quiet_and_leaves_transformers_as_talkative_as_it_was(
         logging.enable_progress_bar()
 
 
+@pytest.mark.slow
 def test_the_default_compiler_of_torch_gives_the_same_tokens(exports: dict[str, Path]) -> None:
     if not any(map(shutil.which, ("g++", "clang++"))):
         pytest.skip("inductor compiles with g++ or clang++, and neither is here")
