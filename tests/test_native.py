@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,7 +46,9 @@ def cached(tmp_path: Path) -> list[Path]:
 def test_the_library_is_kept_for_this_user_alone_and_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    native.load(LEVEL)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        native.load(LEVEL)
     (found,) = cached(tmp_path)
     assert stat.S_IMODE(found.stat().st_mode) == 0o700 == stat.S_IMODE(found.parent.stat().st_mode)
     before = found.stat().st_mtime_ns
@@ -101,7 +104,13 @@ def test_without_a_home_that_can_be_written_it_runs_all_the_same(
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/proc")  # even root cannot make folders there
-    assert native._cache_folder() is None and native.load(LEVEL).supported()
+    native._say_uncached.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"no folder under ~/\.cache .* anew by each process.*XDG_CACHE_HOME"):
+        assert native._cache_folder() is None and native.load(LEVEL).supported()
+    native.load.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # once is enough
+        native.load(LEVEL)
 
 
 @pytest.mark.parametrize("body", ["echo no such option >&2; exit 1", "exit 0"])
@@ -135,3 +144,18 @@ def test_a_level_that_does_not_exist_is_an_error(monkeypatch: pytest.MonkeyPatch
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # asked for: nothing to warn of
         assert native.status() == native.Status(None, "QUANTFORGE_CPU_KERNEL=none")
+
+
+def test_a_level_that_was_asked_for_and_cannot_be_had_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(native.SWITCH, LEVEL)
+    monkeypatch.setattr(native, "load", lambda level: SimpleNamespace(supported=lambda: 0))
+    with pytest.raises(UsageError, match=r"QUANTFORGE_CPU_KERNEL=portable cannot be had here .*cannot run it.*unset"):
+        native.status()
+    monkeypatch.undo()
+    monkeypatch.setenv(native.SWITCH, LEVEL)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", compiler(tmp_path / "broken", "exit 1"))
+    with pytest.raises(UsageError, match=r"portable cannot be had here .*broken failed: it wrote nothing"):
+        native.status()

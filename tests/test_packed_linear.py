@@ -86,6 +86,18 @@ def test_w8a8_rounds_tokens_and_other_grids_do_so_too() -> None:
         assert float((layer(x).double() - expected).norm() / expected.norm()) < 1e-6
 
 
+def test_rows_that_an_int32_cannot_sum_take_another_operator() -> None:
+    grid = random_grid(3, 1 << 17, 8, 1 << 17, symmetric=True)
+    layer = filled(grid, 8, activations="int8-token")
+    x = torch.randn(2, 1 << 17)
+    codes, step = reference.round_tokens(x)
+    expected = (codes * step).double() @ plain(grid, 8).t()
+    assert float((layer(x).double() - expected).norm() / expected.norm()) < 1e-6
+    whole = filled(random_grid(3, 96, 8, 96, symmetric=True), 8, activations="int8-token")
+    layouts = [found._layout_for(torch.device("cuda"), None) for found in (layer, whole)]  # asks no GPU
+    assert layouts == ["planar", "rows"]
+
+
 def test_rounding_each_group_is_an_option() -> None:
     grid = random_grid(24, 96, 4, 32)
     layer = filled(grid, 4, activations="int8-group")

@@ -13,13 +13,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel, GPTQConfig, LlamaForCausalLM
 from transformers.quantizers import auto
+from transformers.utils import logging
 
 import quantforge
 from quantforge.errors import SourceError, UsageError
-from quantforge.kernels.linear import PackedLinear
+from quantforge.kernels.linear import Grid, PackedLinear
 from quantforge.model.packed import open_any
 from quantforge.numerics.activations import quantize_tokens
 from quantforge.runtime import register, unregister
+from quantforge.runtime.load import _say_not_rounded
 from quantforge.runtime.quantizer import PackedQuantizer, can_run
 from quantforge.spec import ActivationSpec
 
@@ -151,6 +153,51 @@ def test_rounded_inputs_are_an_option_that_changes_little(exports: dict[str, Pat
     assert 1e-5 < distance < 5e-2
 
 
+def test_int8_group_is_refused_or_said_where_it_does_nothing(exports: dict[str, Path]) -> None:
+    with pytest.raises(UsageError, match=r"int8-group .* none of 7 packed layers"):
+        quantforge.load(exports["w8a8"], device="cpu", activations="int8-group")
+    model = torch.nn.ModuleDict()
+    for name, bits, group in (("four", 4, 32), ("eight", 8, 32), ("odd", 4, 12)):
+        model[name] = PackedLinear(64, 16, bits=bits, activations="int8-group")
+        index = torch.arange(64) // group
+        corners = torch.full((16, int(index.max()) + 1), 8, dtype=torch.uint8)
+        model[name].fill(Grid(torch.ones(16, 64, dtype=torch.uint8), corners.half(), corners, index))
+    with pytest.warns(UserWarning, match=r"it does nothing for 2 of 3 packed layers: eight, odd$"):
+        _say_not_rounded(model, exports["w8a8"])
+    x = torch.randn(2, 64)
+    assert torch.allclose(model["odd"](x), x @ model["odd"].dequantize().t(), atol=1e-3)
+
+
+def test_loading_is_quiet_and_leaves_transformers_as_talkative_as_it_was(
+    exports: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = logging.get_verbosity()
+    try:
+        logging.set_verbosity_info()
+        assert logging.is_progress_bar_enabled()
+        quantforge.load(exports["gptq"], device="cpu")
+        assert capsys.readouterr().err == ""
+        assert logging.get_verbosity() == logging.INFO and logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+        quantforge.load(exports["gptq"], device="cpu")
+        assert not logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
+
+
+@pytest.mark.slow
+def test_the_default_compiler_of_torch_gives_the_same_tokens(exports: dict[str, Path]) -> None:
+    if not any(map(shutil.which, ("g++", "clang++"))):
+        pytest.skip("inductor compiles with g++ or clang++, and neither is here")
+    model = quantforge.load(exports["gptq-asym"], dtype="float32", device="cpu")
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        found, plain = compiled(TOKENS, use_cache=False).logits, logits(model)
+    assert torch.allclose(found, plain, atol=1e-5) and torch.equal(found.argmax(-1), plain.argmax(-1))
+
+
 def test_a_float_checkpoint_loads_as_it_is(exports: dict[str, Path]) -> None:
     model = quantforge.load(exports["source"], device="cpu")
     assert model.dtype == torch.bfloat16 and not any(isinstance(m, PackedLinear) for m in model.modules())
@@ -162,6 +209,11 @@ def test_what_cannot_be_run_is_refused(exports: dict[str, Path], take: Any) -> N
     with pytest.raises(UsageError, match="device 'abacus'"):
         quantforge.load(exports["gptq"], device="abacus")
     path = take("gptq")
+    (path / "own.gguf").write_bytes(b"GGUF")
+    with pytest.raises(
+        SourceError, match=r"own\.gguf is GGUF.*quantforge convert .*own\.gguf --config DIR --format gptq"
+    ):
+        quantforge.load(path / "own.gguf")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
     with pytest.raises(SourceError, match="'hqq' in a way that cannot be run packed; runnable are auto-round, awq"):

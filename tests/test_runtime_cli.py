@@ -1,14 +1,20 @@
 """`generate` streams what the model says, and `bench` measures, from the command line."""
 
 import json
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 import quantforge
 from quantforge.cli import main
+from quantforge.cli.runtimeview import show_benchmark
+from quantforge.cli.ui import Ui
 from quantforge.model.tokenizer import load_tokenizer
+from quantforge.runtime.bench import Benchmark, LayerTime, memory_speed
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +56,18 @@ def test_drawn_text_depends_on_the_seed_alone(packed: Path, capsys: pytest.Captu
     for seed in ("1", "1", "2"):
         arguments = ["generate", str(packed), "a", "--raw", "--max-new-tokens", "12", "--temperature", "1.5", "-q"]
         assert main([*arguments, "--seed", seed, "--json"]) == 0
-        texts.append(json.loads(capsys.readouterr().out)["text"])
+        shown = capsys.readouterr()
+        texts.append(json.loads(shown.out)["text"])
+        assert shown.err == ""
     assert texts[0] == texts[1] != texts[2]
 
 
 def test_bench_measures_models_and_layers(packed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["bench", str(packed), "--prompt-tokens", "4", "--new-tokens", "2", "--repeats", "1", "-q"]
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--json", "--trust-remote-code"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    found = json.loads(shown.out)
     names = [model["name"] for model in found["models"]]
     assert names == ["packed, bfloat16", "packed, float32", "dense, bfloat16", "dense, float32"]
     assert all(model["decode_tokens_per_second"] > 0 for model in found["models"])
@@ -68,7 +78,21 @@ def test_bench_measures_models_and_layers(packed: Path, capsys: pytest.CaptureFi
     assert shapes[384, 128, 1]["layers"] == 4 and shapes[384, 128, 1]["packed_bytes"] == 384 * 128 // 2 + 384 * 4 * 2
     assert found["machine"]["threads"] == torch.get_num_threads() and found["machine"]["kernel"]
     assert main([*arguments, "--no-dense"]) == 0
-    assert "[384, 128]" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    assert "[384, 128]" in table and f"cpu capability  {torch.backends.cpu.get_cpu_capability()}" in table
+    assert "4 bits, group 32" in table and "read ms" in table
+
+
+def test_a_gpu_is_judged_by_its_memory() -> None:
+    """An H100 SXM: 2619 MHz, 5120 bits, 3.35 TB/s by its data sheet."""
+    said = SimpleNamespace(memory_clock_rate=2_619_000, memory_bus_width=5120)
+    assert memory_speed(said) == pytest.approx(3.352e12, rel=1e-3)
+    assert memory_speed(SimpleNamespace()) is None
+    layer = LayerTime(64, 128, 4, 128, 1, 1, 1e-3, {}, 4096, None, 0.754)
+    out = Console(file=StringIO(), width=120)
+    show_benchmark(Ui(out=out, quiet=True), Benchmark("x", {"load": 0.123}, 1, 2, layers=[layer]))
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    assert "75%" in text and "share of peak" in text and "a scale a row" in text and "0.12" in text
 
 
 def test_bench_needs_something_packed(tiny_llama: Path, capsys: pytest.CaptureFixture[str]) -> None:

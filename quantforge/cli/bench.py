@@ -13,6 +13,7 @@ def bench(
     threads: Annotated[int | None, Option(min=1, help="Of the CPU. [torch's own number]")] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], Option()] = "auto",
     dense: Annotated[bool, Option(help="Compare with dense models, float32 and bfloat16.")] = True,
+    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="Run code from the checkpoint.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
     quiet: Annotated[bool, Option("--quiet", "-q", help="No progress.")] = False,
 ) -> None:
@@ -42,6 +43,7 @@ def bench(
             repeats=repeats,
             device=device,
             dense=dense,
+            trust_remote_code=trust_remote_code,
             progress=progress,
         )
     show_benchmark(ui, result)

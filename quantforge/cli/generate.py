@@ -30,13 +30,12 @@ def generate(
     """
     from quantforge.cli.runtimeview import show_generated
     from quantforge.cli.ui import Ui
-    from quantforge.model.source import open_checkpoint
     from quantforge.model.tokenizer import load_tokenizer
     from quantforge.runtime.generate import generate as run
-    from quantforge.runtime.load import load
+    from quantforge.runtime.load import load, runnable
 
     ui = Ui(as_json=as_json, quiet=quiet)
-    path = open_checkpoint(checkpoint).path
+    path = runnable(checkpoint).path
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     model = load(
         path,

@@ -6,7 +6,7 @@ from quantforge.cli.runview import megabytes
 
 if TYPE_CHECKING:
     from quantforge.cli.ui import Ui
-    from quantforge.runtime.bench import Benchmark
+    from quantforge.runtime.bench import Benchmark, LayerTime
     from quantforge.runtime.generate import Generated
 
 
@@ -29,7 +29,7 @@ def show_benchmark(ui: "Ui", found: "Benchmark") -> None:
     if ui.as_json:
         ui.document(found.to_json())
         return
-    ui.facts((name, str(value)) for name, value in found.machine.items())
+    ui.table(("machine", ""), [(name.replace("_", " "), _shown(value)) for name, value in found.machine.items()])
     rows: list[tuple[str, ...]] = [
         (
             speed.name,
@@ -41,19 +41,35 @@ def show_benchmark(ui: "Ui", found: "Benchmark") -> None:
     ]
     ui.table(("model", "weights", f"prefill of {found.prompt_tokens}, tokens/s", "decode, tokens/s"), rows)
     names = list(found.layers[0].dense_seconds) if found.layers else []
-    header = ("layer [out, in]", "grid", "count", "tokens", "packed ms", *(f"{name} ms" for name in names), "read ms")
+    limit = "read ms" if all(t.peak_share is None for t in found.layers) else "share of peak"
+    header = ("layer [out, in]", "grid", "count", "tokens", "packed ms", *(f"{name} ms" for name in names), limit)
     ui.table(
         header,
         [
             (
                 f"[{t.out_features}, {t.in_features}]",
-                f"{t.bits} bits, group {t.group_size}",
+                f"{t.bits} bits, {'a scale a row' if t.group_size >= t.in_features else f'group {t.group_size}'}",
                 str(t.layers),
                 str(t.tokens),
                 f"{t.packed_seconds * 1e3:.3f}",
                 *(f"{t.dense_seconds[name] * 1e3:.3f}" for name in names),
-                "-" if t.read_seconds is None else f"{t.read_seconds * 1e3:.3f}",
+                _limit(t),
             )
             for t in found.layers
         ],
     )
+    ui.say(
+        f"Batch 1; dense models have random weights. Layers by shape: the least time of one, bfloat16 inputs"
+        f"{'; read: torch adds up the bytes of its codes' if limit == 'read ms' else ''}."
+    )
+
+
+def _shown(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _limit(time: "LayerTime") -> str:
+    """What memory allows, or how near a layer came to it."""
+    if time.peak_share is not None:
+        return f"{time.peak_share:.0%}"
+    return "-" if time.read_seconds is None else f"{time.read_seconds * 1e3:.3f}"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from quantforge.kernels import int4pack, native, panels, planar, reference, rows
 from quantforge.kernels import ops as _ops  # noqa: F401  (registers the operators)
-from quantforge.kernels import panels, planar, reference, rows
 from quantforge.numerics.activations import quantize_tokens
 from quantforge.spec import ActivationSpec
 
@@ -34,7 +34,8 @@ class PackedLinear(nn.Module):
     bytes and are dequantized at every call; `layout` says so.
 
     Attributes:
-        layout: ``panels`` (CPU), ``planar`` or ``rows`` (GPU), ``plain``; ``empty`` before `fill`.
+        layout: ``panels`` or, without a compiled kernel, ``int4pack`` (CPU), ``planar`` or ``rows`` (GPU), ``plain``;
+            ``empty`` before `fill`.
         weight, scales, zeros: buffers in that layout. `zeros` is None where all are the middle code.
         input_order: int64 [in], which input of x comes where; None when they stay in place.
         bias: a parameter [out], or None.
@@ -70,6 +71,11 @@ class PackedLinear(nn.Module):
     def stored_bits(self) -> int:
         """Bits that a code takes in memory."""
         return 4 if self.bits <= 4 else 8
+
+    @property
+    def rounds_groups(self) -> bool:
+        """Whether inputs are rounded to INT8 by groups: asked for, and of 4-bit codes that a kernel reads."""
+        return self.activations == "int8-group" and self.stored_bits == 4 and self.layout != "plain"
 
     @property
     def packed_bytes(self) -> int:
@@ -119,6 +125,8 @@ class PackedLinear(nn.Module):
             packed = codes, scales, zeros
         elif self.layout == "panels":
             packed = panels.pack(codes, scales, zeros, bits=bits, group_size=group)
+        elif self.layout == "int4pack":
+            packed = int4pack.pack(codes, scales, zeros)
         elif self.layout == "planar":
             moved = None if zeros is None else zeros.to(device)
             packed = planar.pack(codes.to(device), scales.to(device), moved, bits=bits, group_size=group)
@@ -135,12 +143,17 @@ class PackedLinear(nn.Module):
                 return "rows"
             fits = self.group_size >= self.in_features or self.group_size % 16 == 0
             return "planar" if fits else "plain"
-        fits = panels.fits(self.in_features, self.group_size, self.stored_bits)
-        return "panels" if device.type == "cpu" and fits else "plain"
+        if device.type != "cpu" or not panels.fits(self.in_features, self.group_size, self.stored_bits):
+            return "plain"
+        stock = int4pack.fits(self.in_features, self.group_size, self.stored_bits) and int4pack.available()
+        return "int4pack" if stock and native.status().library is None else "panels"
 
     def _whole_int8(self, symmetric: bool) -> bool:
-        """Whether w8a8_linear computes this layer: symmetric 8-bit codes, one scale a row, x rounded per token."""
-        whole = self.bits == 8 and symmetric and self.group_size >= self.in_features
+        """Whether w8a8_linear computes this layer: symmetric 8-bit codes, one scale a row, x rounded per token.
+
+        Rows of more products than an int32 can sum are left to w8a16_linear, on rounded inputs.
+        """
+        whole = self.bits == 8 and symmetric and self.group_size >= self.in_features and rows.fits(self.in_features)
         return whole and self.activations == "int8-token"
 
     def grid(self) -> Grid:
@@ -163,6 +176,8 @@ class PackedLinear(nn.Module):
         zeros = None if self.zeros is None else self.zeros.cpu()
         if self.layout == "plain":
             return weight, scales, zeros
+        if self.layout == "int4pack":
+            return int4pack.unpack(weight, scales, zeros, out_features=self.out_features)
         sizes = {"out_features": self.out_features, "in_features": self.in_features}
         if self.layout == "rows":
             return (*rows.unpack(weight, scales, **sizes), None)
@@ -197,7 +212,7 @@ class PackedLinear(nn.Module):
         if self._whole_int8(zeros is None):
             found = operators.w8a8_linear(x, weight, scales, bias, self.out_features)
         else:
-            name = "w8a16" if self.stored_bits == 8 else "w4a8" if self.activations == "int8-group" else "w4a16"
+            name = "w8a16" if self.stored_bits == 8 else "w4a8" if self.rounds_groups else "w4a16"
             operator = getattr(operators, f"{name}_linear")
             found = operator(x, weight, scales, zeros, bias, self.group_size, self.out_features)
         return found

@@ -67,7 +67,10 @@ class Status:
 
 @cache
 def status() -> Status:
-    """Build or find the library for this processor; warns once when there is none. UsageError for an unknown level."""
+    """Build or find the library for this processor; warns once when there is none.
+
+    UsageError for a level in the environment that is unknown, or that this machine cannot build or run.
+    """
     wanted = os.environ.get(SWITCH, "")
     if wanted == "none":
         return Status(None, f"{SWITCH}=none")
@@ -84,8 +87,12 @@ def status() -> Status:
             return Status(level, "; ".join(reasons), library)
         reasons.append(f"{level}: this processor cannot run it")
     reason = "; ".join(reasons)
+    if wanted:
+        raise UsageError(f"{SWITCH}={wanted} cannot be had here ({reason}); unset it to take the best level there is")
     warnings.warn(
-        f"quantforge: no compiled CPU kernel, packed layers run slowly ({reason}); install a C compiler such as gcc",
+        f"quantforge: no compiled CPU kernel, packed layers run slowly ({reason}): 4 bits in groups of 32 to 256 by "
+        "torch's int4pack, beside bfloat16 activations with scales rounded to bfloat16; others are dequantized at "
+        "every call; install a C compiler such as gcc",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -119,6 +126,7 @@ def load(level: str) -> ctypes.CDLL:
     name = f"panels-{level}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.so"
     folder = _cache_folder()
     if folder is None:
+        _say_uncached()
         with tempfile.TemporaryDirectory(prefix="quantforge-") as scratch:
             return _declared(_compiled(compiler, flags, Path(scratch) / name))
     path = folder / name
@@ -145,6 +153,17 @@ def _cache_folder() -> Path | None:
         return folder if os.access(folder, os.W_OK) and _ours(folder) else None
     except OSError:
         return None
+
+
+@cache
+def _say_uncached() -> None:
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    warnings.warn(
+        f"quantforge: no folder under {root} that this user alone can write to, so the CPU kernel is compiled anew by "
+        "each process, which takes seconds; set XDG_CACHE_HOME to a folder of your own",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _ours(path: Path) -> bool:

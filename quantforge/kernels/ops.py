@@ -5,7 +5,8 @@
     w4a8_linear                  4-bit codes, x rounded to INT8 for each group of inputs; on the CPU only
     transposed_weight            the weights themselves, [in, out]
 
-Weights, scales and zeros are in the layout of x's device: `panels` on the CPU, `planar` (`rows` for w8a8) on a GPU.
+Weights, scales and zeros are in the layout of x's device: `panels` on the CPU (or `int4pack`, uint8, where nothing was
+compiled), `planar` (`rows` for w8a8) on a GPU.
 Results have the dtype of x. The gradient for x and the bias goes through weights of 16 bits, not through rounded x.
 """
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from quantforge.kernels import gpu, native, panels, reference
+from quantforge.kernels import gpu, int4pack, native, panels, reference
 from quantforge.kernels.planar import group_inputs
 
 LINEAR = (
@@ -65,11 +66,34 @@ def _checked(
     return -(-group * bits // 32) * 32 // bits
 
 
+def _checked_int4pack(
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, out_features: int
+) -> int:
+    """The group size; ValueError for what does not belong together."""
+    in_features = x.shape[-1]
+    if not int4pack.fits(in_features, group_size, bits):
+        raise ValueError(
+            f"weight is uint8, which holds 4 bits in whole groups of {int4pack.GROUPS}, not {bits} bits and "
+            f"{in_features} inputs in groups of {group_size}"
+        )
+    padded = -(-out_features // int4pack.ROWS) * int4pack.ROWS
+    corners = (in_features // group_size, padded)
+    shapes = {"weight": (weight, (padded, in_features // 2)), "scales": (scales, corners), "zeros": (zeros, corners)}
+    for name, (tensor, expected) in shapes.items():
+        if tensor is not None and tuple(tensor.shape) != expected:
+            raise ValueError(f"{name} are {list(tensor.shape)}; expected {list(expected)}")
+    if x.dtype not in native.TYPES:
+        raise ValueError(f"x is {x.dtype}; expected float32, bfloat16 or float16")
+    return group_size
+
+
 def _cpu_linear(
     x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
     bits: int, group_size: int, out_features: int, integers: bool,
 ) -> Tensor:  # fmt: skip
-    group = _checked(x, weight, scales, zeros, bits, group_size, out_features)
+    stock = weight.dtype == torch.uint8
+    check = _checked_int4pack if stock else _checked
+    group = check(x, weight, scales, zeros, bits, group_size, out_features)
     in_features = x.shape[-1]
     if bias is not None:
         if tuple(bias.shape) != (out_features,):
@@ -78,7 +102,9 @@ def _cpu_linear(
     flat = x.reshape(-1, in_features).contiguous()
     packed = (weight.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous())
     library = native.status().library
-    if library is None:
+    if stock and not integers:
+        y = int4pack.linear(flat, *packed, bias, out_features=out_features)
+    elif stock or library is None:
         y = _without_library(flat, *packed, bias, bits, group, out_features, integers)
     elif not integers and len(flat) >= TOKENS_FOR_MATMUL and x.dtype == torch.bfloat16 and native.multiplies_bfloat16():
         y = _matmul(library, flat, *packed, bias, bits, group, out_features)
@@ -93,17 +119,25 @@ def _without_library(
     x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
     bits: int, group: int, out_features: int, integers: bool,
 ) -> Tensor:  # fmt: skip
-    """The same in torch, dequantized each time: slow, and said so by `native.status`."""
+    """The same in torch, dequantized each time: slow, and said so by `native.status`; either layout."""
     values = x.to(torch.float32)
     if integers and bits == 8:
         codes, step = reference.round_tokens(values)
         values = codes * step
     elif integers:
         values = reference.round_pieces(values, group)
-    plain = panels.dequantize(
-        weight, scales, zeros, bits=bits, group_size=group, out_features=out_features, in_features=x.shape[1]
-    )
+    plain = _plain(weight, scales, zeros, bits, group, out_features, x.shape[1])
     return functional.linear(values, plain, None if bias is None else bias.to(torch.float32)).to(x.dtype)
+
+
+def _plain(
+    weight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int, out_features: int, in_features: int
+) -> Tensor:
+    """Float32 [out, in], in torch alone."""
+    if weight.dtype == torch.uint8:
+        return int4pack.dequantize(weight, scales, zeros, out_features=out_features)
+    sizes = {"bits": bits, "group_size": group, "out_features": out_features, "in_features": in_features}
+    return panels.dequantize(weight, scales, zeros, **sizes)
 
 
 def _matmul(
@@ -149,14 +183,13 @@ def _transposed_cpu(
     bits: int, group_size: int, out_features: int, in_features: int, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     shape = torch.empty(0, in_features, dtype=dtype)
-    group = _checked(shape, weight, scales, zeros, bits, group_size, out_features)
+    stock = weight.dtype == torch.uint8
+    check = _checked_int4pack if stock else _checked
+    group = check(shape, weight, scales, zeros, bits, group_size, out_features)
     packed = (weight.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous())
     library = native.status().library
-    if library is None:
-        plain = panels.dequantize(
-            *packed, bits=bits, group_size=group, out_features=out_features, in_features=in_features
-        )
-        return plain.t().to(dtype).contiguous()
+    if stock or library is None:
+        return _plain(*packed, bits, group, out_features, in_features).t().to(dtype).contiguous()
     y = torch.empty(in_features, out_features, dtype=dtype)
     native.transpose_into(y, library, *packed, bits=bits, group_size=group, column=0)
     return y

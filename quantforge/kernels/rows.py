@@ -24,6 +24,11 @@ def padded_inputs(in_features: int) -> int:
     return -(-in_features // BLOCK) * BLOCK
 
 
+def fits(in_features: int) -> bool:
+    """Whether an int32 holds the sum of any products of so many inputs."""
+    return padded_inputs(in_features) < MOST_INPUTS
+
+
 def pack(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     """Lay out a symmetric 8-bit matrix.
 
@@ -40,7 +45,7 @@ def pack(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     out_features, in_features = codes.shape
     if codes.dtype != torch.uint8 or tuple(scales.shape) != (out_features, 1):
         raise ValueError(f"{codes.dtype} {tuple(codes.shape)} with scales {tuple(scales.shape)}; uint8, a scale a row")
-    if padded_inputs(in_features) >= MOST_INPUTS:
+    if not fits(in_features):
         raise ValueError(f"{in_features} inputs: products of 8-bit integers fill an int32 from {MOST_INPUTS} on")
     added = -out_features % COLUMNS
     signed = (codes ^ 128).view(torch.int8)  # code - 128

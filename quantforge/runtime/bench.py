@@ -42,6 +42,7 @@ class LayerTime:
     """Layers of one shape, `tokens` at a time; seconds for one layer, the least of some repeats.
 
     `read_seconds` is what torch needs to add up the bytes of the codes, on the CPU: near what memory allows.
+    `peak_share` is, on a GPU that tells its memory's speed, how much of it the packed bytes took.
     """
 
     out_features: int
@@ -54,6 +55,7 @@ class LayerTime:
     dense_seconds: dict[str, float]
     packed_bytes: int
     read_seconds: float | None
+    peak_share: float | None
 
 
 @dataclass
@@ -77,18 +79,31 @@ def machine(device: torch.device) -> dict[str, Any]:
 
     found: dict[str, Any] = {
         "processor": _processor(),
+        "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     }
     if device.type == "cuda":
         found["gpu"] = torch.cuda.get_device_name(device)
+        found["memory_bytes_per_second"] = memory_speed(torch.cuda.get_device_properties(device))
     else:
         status = native.status()
         found["kernel"] = status.level or f"none ({status.reason})"
     return found
+
+
+def memory_speed(properties: Any) -> float | None:
+    """Bytes a second that a GPU's memory delivers at most, by its driver; None where torch does not pass that on.
+
+    Both edges of a clock in kHz, on a bus of so many bits.
+    """
+    clock, width = (getattr(properties, f"memory_{name}", 0) for name in ("clock_rate", "bus_width"))
+    return 2 * clock * 1e3 * width / 8 or None
 
 
 def _processor() -> str:
@@ -108,6 +123,7 @@ def benchmark(
     repeats: int = 3,
     device: str = "auto",
     dense: bool = True,
+    trust_remote_code: bool = False,
     progress: Progress = lambda what, done, total: None,
 ) -> Benchmark:
     """Measure a packed checkpoint, in bfloat16 and float32, against dense models of the same shapes.
@@ -126,7 +142,7 @@ def benchmark(
     """
     if min(prompt_tokens, repeats) < 1 or new_tokens < 2:
         raise UsageError("a benchmark needs a token to fill in, two to decode and one repeat at least")
-    model = load(checkpoint, dtype="bfloat16", device=device)
+    model = load(checkpoint, dtype="bfloat16", device=device, trust_remote_code=trust_remote_code)
     if not any(True for _ in packed_layers(model)):
         raise UsageError(f"{checkpoint}: nothing is packed; bench compares a quantized checkpoint with dense models")
     place, config = model.device, model.config
@@ -147,18 +163,20 @@ def benchmark(
     del model
     for name in ("bfloat16", "float32") if dense else ():
         gc.collect()
-        measured(f"dense, {name}", dense_model(config, DTYPES[name], place))
+        measured(f"dense, {name}", dense_model(config, DTYPES[name], place, trust_remote_code=trust_remote_code))
     return found
 
 
-def dense_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
+def dense_model(config: Any, dtype: torch.dtype, device: torch.device, *, trust_remote_code: bool = False) -> Any:
     """The model of a config with random weights in `dtype`, made one tensor after another."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
     plain = type(config).from_dict({k: v for k, v in config.to_dict().items() if k != "quantization_config"})
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(plain, dtype=dtype)  # type: ignore[no-untyped-call]
+        model = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            plain, dtype=dtype, trust_remote_code=trust_remote_code
+        )
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -215,6 +233,7 @@ def _layer_times(model: nn.Module, counts: tuple[int, ...], repeats: int, *, den
             name: [torch.empty(out, inp, dtype=DTYPES[name], device=device).uniform_(-0.02, 0.02) for _ in some[:4]]
             for name in (("bfloat16", "float32") if dense else ())
         }
+        speed = memory_speed(torch.cuda.get_device_properties(device)) if device.type == "cuda" else None
         read = None
         if device.type == "cpu":
             words = [layer.weight.view(torch.int64) for layer in some if layer.weight is not None]
@@ -226,7 +245,9 @@ def _layer_times(model: nn.Module, counts: tuple[int, ...], repeats: int, *, den
             for name, own in matrices.items():
                 value = x.to(DTYPES[name])
                 times[name] = _least([partial(functional.linear, value, w) for w in own], repeats, device)
-            yield LayerTime(out, inp, bits, group, len(layers), tokens, packed, times, some[0].packed_bytes, read)
+            size = some[0].packed_bytes
+            share = None if speed is None else size / packed / speed
+            yield LayerTime(out, inp, bits, group, len(layers), tokens, packed, times, size, read, share)
 
 
 def _least(calls: list[Callable[[], Any]], repeats: int, device: torch.device) -> float:
