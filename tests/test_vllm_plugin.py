@@ -43,7 +43,7 @@ _POSSIBLE_KERNELS = {PlatformEnum.CPU: [CPUWNA16LinearKernel]}
 REST = {
     "envs": "VLLM_DISABLED_KERNELS = []",
     "logger": "import logging\ninit_logger = logging.getLogger",
-    "scalar_type": "class scalar_types:\n    uint2 = uint3 = uint4 = uint8 = 0; uint2b2 = uint3b4 = uint4b8 = uint8b128 = 0",
+    "scalar_type": "class scalar_types:\n uint2 = uint3 = uint4 = uint8 = uint2b2 = uint3b4 = uint4b8 = uint8b128 = 0",
     "model_executor.layers.quantization.utils": "def replace_parameter(): pass",
     "model_executor.parameter": "def permute_param_layout_(): pass",
 }

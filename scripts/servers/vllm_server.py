@@ -110,6 +110,7 @@ def serving(
         "TORCHDYNAMO_DISABLE": "1",  # it would compile the ranking of log probabilities at the first request
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
+        "PYTHONSAFEPATH": "1",  # no packages of the current folder: a source tree of ours would be a plug-in as well
     }
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own | settings
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + seconds
