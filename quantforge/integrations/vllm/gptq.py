@@ -6,6 +6,7 @@ vLLM chooses. Zeros are read as their version has them: version 1 stores them le
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
 from typing import Any, cast
 
 import torch
@@ -149,6 +150,10 @@ class GPTQLinearMethod(LinearMethodBase):
 
 
 def add() -> None:
-    """Make `NAME` one of vLLM's kinds of quantization, once."""
+    """Make `NAME` one of vLLM's kinds of quantization, once; TypeError for a vLLM whose layers have more to be told."""
+    given = {"full_weight_shape", "partition_weight_shape", "weight_type", "act_type", "group_size", "zero_points"}
+    needed = {each.name for each in fields(MPLinearLayerConfig) if each.default is each.default_factory is MISSING}
+    if needed - given:
+        raise TypeError(f"its layers want {', '.join(sorted(needed - given))} as well")
     if NAME not in QUANTIZATION_METHODS:
         register_quantization_config(NAME)(GPTQConfig)

@@ -5,6 +5,8 @@ Imported in processes of vLLM only. vLLM asks each kernel of a platform, in orde
 weights without rounded activations come this way: compressed-tensors ``pack-quantized``, gptq, awq.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -56,7 +58,7 @@ class QuantforgeLinearKernel(MPLinearKernel):
             )
         in_features, out_features = self.config.partition_weight_shape
         bits, stored = _bits(self.config)
-        words, scales, zero_words = self._get_weight_params(layer)
+        words, scales, zero_words = self._tensors(layer)
         permute_param_layout_(words, input_dim=1, output_dim=0, packed_dim=1)
         permute_param_layout_(scales, input_dim=1, output_dim=0)
         codes = unpack_codes(words.data.contiguous(), bits, 1, in_features)
@@ -78,9 +80,13 @@ class QuantforgeLinearKernel(MPLinearKernel):
         if current_platform.is_cpu():
             _say_which()
 
+    def _tensors(self, layer: Module) -> tuple[Any, Any, Any]:
+        """Weights, scales and zeros of a layer, as loaded or as packed."""
+        return getattr(layer, self.w_q_name), getattr(layer, self.w_s_name), getattr(layer, self.w_zp_name or "", None)
+
     def apply_weights(self, layer: Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., in] -> [..., out], in the dtype of x."""
-        weight, scales, zeros = self._get_weight_params(layer)
+        weight, scales, zeros = self._tensors(layer)
         operators = torch.ops.quantforge
         operator = operators.w4a16_linear if _bits(self.config)[1] == 4 else operators.w8a16_linear
         found: Tensor = operator(
@@ -99,6 +105,8 @@ def unsupported(c: MPLinearLayerConfig) -> str | None:
     """Why the kernels here cannot multiply by a layer's weights, or None."""
     if c.weight_type not in TYPES or (c.zero_points and c.weight_type.has_bias()):
         return f"it takes {', '.join(map(str, TYPES))}, not {c.weight_type}{' with zero points' * c.zero_points}"
+    if getattr(c, "has_g_idx", False):  # up to some version before 0.32
+        return "it takes no inputs in groups by an order of their own (g_idx)"
     floats = tuple(native.TYPES) if current_platform.is_cpu() else launch.FLOATS
     if c.act_type not in floats:
         return f"it takes activations of {', '.join(map(str, floats))}, not {c.act_type}"
