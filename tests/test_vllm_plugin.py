@@ -5,6 +5,8 @@ What it adds is tried in vLLM itself (`test_live_servers.py`).
 
 import importlib
 import logging
+import os
+import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
@@ -141,3 +143,19 @@ def test_a_vllm_that_is_built_another_way_is_left_alone_with_a_warning(
         linear = importlib.import_module("vllm.model_executor.kernels.linear")
         platforms = importlib.import_module("vllm.platforms")
         assert linear._POSSIBLE_KERNELS[platforms.PlatformEnum.CPU] == [linear.CPUWNA16LinearKernel]
+
+
+# ------------------------------------------------------------------------------------------------ with vLLM
+
+
+@pytest.mark.servers
+@pytest.mark.slow
+def test_in_vllm_the_kernel_multiplies_by_every_grid_as_the_files_have_it() -> None:
+    python = os.environ.get("QUANTFORGE_SERVER_VLLM_PLUGIN")
+    if not python:
+        pytest.skip("QUANTFORGE_SERVER_VLLM_PLUGIN is not set: scripts/servers.sh makes the environment and prints it")
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", plugin.SWITCH)}
+    command = [python, "-P", str(Path(__file__).parent / "vllm_grids.py")]
+    ran = subprocess.run(command, capture_output=True, text=True, env=own | {"TRITON_INTERPRET": "1"})
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1] == "all as they should be"
