@@ -23,7 +23,7 @@ OUT, IN, TOKENS = 96, 128, 3
 
 
 def parameter(data: torch.Tensor, rows: bool, packed: int | None = None) -> Parameter:
-    """A tensor [out, in] as vLLM's loader leaves it, in that orientation or transposed; `packed`: 0 for out, 1 for in."""
+    """A tensor [out, in] as vLLM's loader leaves it, so or transposed; `packed` is 0 for out, 1 for in."""
     found: Any = Parameter(data if rows else data.t(), requires_grad=False)
     found.output_dim, found.input_dim = (0, 1) if rows else (1, 0)
     if packed is not None:
