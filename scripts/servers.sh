@@ -161,7 +161,9 @@ run_vllm-plugin() {
         w4-asym-g64/gptq w4-asym-g64/gptq-v2 mixed/compressed-tensors mixed/gptq; do
         cell vllm_server "$name" --python "$SERVER" --dtype float16
     done
-    cell vllm_server w8-sym-g64/compressed-tensors --python "$SERVER" --dtype float32 --runtime
+    for name in w4-asym-g64 w8-sym-g64; do
+        cell vllm_server "$name/compressed-tensors" --python "$SERVER" --dtype float32 --runtime
+    done
     cell vllm_server w4-asym-g64/compressed-tensors --python "$SERVER" --env QUANTFORGE_VLLM=prefer --runtime
     cell vllm_server w4-asym-g64/compressed-tensors --python "$WORK/vllm/bin/python" --dtype float16 --avx2-only
     cell vllm_server w4-asym-g64/compressed-tensors --python "$SERVER" --dtype float32 --avx2-only --runtime

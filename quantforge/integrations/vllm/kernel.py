@@ -28,6 +28,9 @@ logger = init_logger("vllm.quantforge")
 OPERATOR = "cpu_gemm_wna16"
 """What vLLM's own kernel for CPUs multiplies with; builds for AVX2 do not have it."""
 
+OPERATOR_FLOATS = (torch.float16, torch.bfloat16)
+"""Activations that it takes. The kernel accepts layers in float32 too, and fails at the first forward."""
+
 TYPES = (
     *(scalar_types.uint2, scalar_types.uint3, scalar_types.uint4, scalar_types.uint8),
     *(scalar_types.uint2b2, scalar_types.uint3b4, scalar_types.uint4b8, scalar_types.uint8b128),
@@ -123,7 +126,8 @@ def unsupported(c: MPLinearLayerConfig) -> str | None:
 def left_to_vllm(c: MPLinearLayerConfig) -> str | None:
     """Why a layer stays with vLLM's own kernel for CPUs, which is asked itself, or None."""
     own = CPUWNA16LinearKernel
-    if mode() == PREFER or not hasattr(torch.ops._C, OPERATOR) or own.__name__ in envs.VLLM_DISABLED_KERNELS:
+    runs = hasattr(torch.ops._C, OPERATOR) and c.act_type in OPERATOR_FLOATS
+    if mode() == PREFER or not runs or own.__name__ in envs.VLLM_DISABLED_KERNELS:
         return None
     return f"{own.__name__} takes it; {SWITCH}={PREFER} has this one instead" if own.can_implement(c)[0] else None
 
