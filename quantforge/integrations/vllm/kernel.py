@@ -31,9 +31,10 @@ OPERATOR = "cpu_gemm_wna16"
 OPERATOR_FLOATS = (torch.float16, torch.bfloat16)
 """Activations that it takes. The kernel accepts layers in float32 too, and fails at the first forward."""
 
+OTHER_TYPES = "uint8 uint8b128 uint2 uint2b2 uint3 uint3b4".split()  # before 0.32, vLLM has some of them only
 TYPES = (
-    *(scalar_types.uint2, scalar_types.uint3, scalar_types.uint4, scalar_types.uint8),
-    *(scalar_types.uint2b2, scalar_types.uint3b4, scalar_types.uint4b8, scalar_types.uint8b128),
+    *(scalar_types.uint4, scalar_types.uint4b8),
+    *(getattr(scalar_types, name) for name in OTHER_TYPES if hasattr(scalar_types, name)),
 )
 """Integers with zeros of their own, or with the middle code for all."""
 
