@@ -7,6 +7,7 @@
 #   QUANTFORGE_SERVERS        where environments, exports and logs go (default: .servers in the repository)
 #   QUANTFORGE_SERVERS_MODEL  the original checkpoint (default: made as the quickstart does)
 #   QUANTFORGE_SERVERS_JSON   where the rows go (default: servers.json among the above; rows of other servers stay)
+#   QUANTFORGE_SERVERS_ONLY   exports to try, as a shell pattern (default: *), such as 'w8-*/gptq'
 #   QUANTFORGE_THREADS        threads for each server (default: 2)
 #
 # A refusal is a result: it becomes a row, and the script goes on. It stops at anything else that fails.
@@ -99,6 +100,8 @@ cell() {
     local status=0 script="$1" name="$2" path="$MODEL"
     local -a flags
     shift 2
+    # shellcheck disable=SC2053  (a pattern is wanted)
+    [[ "$name" == ${QUANTFORGE_SERVERS_ONLY:-*} ]] || return 0
     if [ "$name" != original ]; then
         path="$WORK/exports/$name"
         if [ ! -e "$path" ]; then

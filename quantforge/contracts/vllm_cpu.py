@@ -29,8 +29,8 @@ AVX512 = (
 )
 FP8_CACHE = (
     "keys and values are cached in FP8, {}, which needs AVX-512 and heads in multiples of 32; "
-    "--kv-cache-dtype bfloat16 does without. Run in float16, log probabilities came out further from ours than "
-    "this rounding explains: compare before use"
+    "--kv-cache-dtype bfloat16 does without. Its kernel cuts numbers off towards zero instead of rounding them, which "
+    "doubles the error of the cache (measured)"
 )
 PER_HEAD = f"{VERSION}, vllm/v1/attention/backend.py, AttentionBackend.supports_per_head_quant_scales"
 ROUNDS = (

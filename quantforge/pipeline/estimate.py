@@ -18,9 +18,9 @@ from quantforge.pipeline.calibrate import FROM_MODEL, token_source
 from quantforge.pipeline.job import needs_tokens
 from quantforge.pipeline.plan import Plan
 from quantforge.pipeline.serving import cache_bytes, layer_caches
+from quantforge.pipeline.tuning_cost import FLOAT_BYTES, tuning_bytes
 from quantforge.recipe import Recipe
 
-FLOAT_BYTES = 4
 RUNTIME_BYTES = 45_000_000
 """What a run adds to a process that has planned: tokenizer, thread pools, buffers of files."""
 
@@ -32,15 +32,6 @@ SOLVER_COPIES = 6
 
 SAMPLER_ROWS = 4
 """Of the size of the vocabulary, in float32, that choosing the next token of a sequence holds."""
-
-TUNED_BYTES = 13
-"""A quantized weight, while it is tuned: its code, its offset from zero, both in float32 for the pass backward."""
-
-FACTOR_BYTES = 24
-"""A factor with its scale, its gradient and what Adam keeps of it."""
-
-TUNING_ROWS = 6
-"""Of the size of the vocabulary, in float32, that a token's predictions by both models take, gradient included."""
 
 SLOW, FAST = 50e9, 10e12
 """Operations a second that are assumed: of one CPU core, and of a GPU."""
@@ -134,10 +125,7 @@ def _stages(recipe: Recipe, plan: Plan, sizes: _Sizes) -> Iterator[tuple[str, in
         head = outer + FLOAT_BYTES * 4 * sizes.seqlen * sizes.vocabulary
         yield "weighing calibration tokens", 2 * hidden + max(head, layer + 3 * activations)
     if recipe.tune_epochs:
-        rest = FLOAT_BYTES * (2 * sizes.outer + sizes.layers - plan.weights)  # embeddings and head of both models
-        factors = sum(site.out_features * plan.specs[site.name].groups(site.in_features) for site in plan.sites)
-        token = len(plan.streamed.layers) * (sizes.widths + 2 * sizes.hidden) + TUNING_ROWS * sizes.vocabulary
-        yield "tuning", rest + TUNED_BYTES * plan.weights + FACTOR_BYTES * factors + FLOAT_BYTES * sizes.seqlen * token
+        yield "tuning", tuning_bytes(plan.streamed, plan.sites, plan.specs, sizes.seqlen)
 
 
 def _operations(recipe: Recipe, plan: Plan, sizes: _Sizes) -> Iterator[float]:

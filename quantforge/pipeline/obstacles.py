@@ -9,11 +9,10 @@ from quantforge.model.shards import DTYPES
 from quantforge.model.source import Checkpoint
 from quantforge.model.streamed import StreamedModel
 from quantforge.pipeline.grids import Grids
+from quantforge.pipeline.tuning_cost import tuning_bytes
 from quantforge.spec import ActivationSpec
 
 SHOWN_TENSORS = 20
-TUNING_BYTES = 16
-"""Memory that tuning takes for each parameter: the weight, its codes, its gradient, and room for activations."""
 
 
 def misfits(streamed: StreamedModel, checkpoint: Checkpoint) -> Iterator[str]:
@@ -59,12 +58,12 @@ def untunable(activations: ActivationSpec | None) -> Iterator[str]:
         )
 
 
-def too_large_to_tune(streamed: StreamedModel) -> Iterator[str]:
-    """The model does not fit into memory whole, with what tuning needs."""
-    needed_bytes = TUNING_BYTES * sum(parameter.numel() for parameter in streamed.model.parameters())
+def too_large_to_tune(streamed: StreamedModel, grids: Grids, seqlen: int) -> Iterator[str]:
+    """The model does not fit into memory whole, with what tuning on sequences of `seqlen` tokens needs."""
+    needed_bytes = tuning_bytes(streamed, grids.sites, grids.specs, min(seqlen, streamed.positions or seqlen))
     available_bytes = memory_bytes(streamed.device)
     if needed_bytes > available_bytes:
         yield (
-            f"--tune-epochs needs the whole model, its gradients and activations in memory: about "
-            f"{needed_bytes / 1e9:.1f} GB of {available_bytes / 1e9:.1f} GB; use --tune-epochs 0"
+            f"--tune-epochs needs the whole model, its gradients and activations of {seqlen} tokens in memory, about "
+            f"{needed_bytes / 1e9:.1f} GB of {available_bytes / 1e9:.1f} GB; use a smaller --seqlen, or --tune-epochs 0"
         )

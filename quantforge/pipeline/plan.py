@@ -240,7 +240,7 @@ def make_plan(recipe: Recipe, streamed: StreamedModel | None = None, *, elsewher
             problems += [f"{target.name}: {problem}" for problem in target.problems(grids.specs, shapes)]
     if recipe.tune_epochs:
         problems += untunable(activations)
-        short += too_large_to_tune(streamed)
+        short += too_large_to_tune(streamed, grids, recipe.calibration.seqlen)
     output = Path(recipe.output or default_output(recipe, grids.base.group_size))
     weighs = recipe.token_weights == "gradient" and (chosen.transforms or chosen.solver.wants_gram(chosen.options))
     scratch_bytes = plan_weighing(recipe, streamed, output, short, notes) if weighs else 0

@@ -64,7 +64,13 @@ AVX2_ONLY = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "QUANTFORGE_CPU_KERNEL": "avx2",
 }
-WRAPPERS = ("Engine core initialization failed", "Worker failed with error", "EngineDeadError", "KeyboardInterrupt")
+WRAPPERS = (
+    "Engine core initialization failed",
+    "WorkerProc initialization failed",
+    "Worker failed with error",
+    "EngineDeadError",
+    "KeyboardInterrupt",
+)
 """Errors that only report another one above them."""
 
 
