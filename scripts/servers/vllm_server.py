@@ -215,7 +215,7 @@ def main() -> None:
     settings = dict(setting.split("=", 1) for setting in asked.env)
     if asked.avx2_only:
         about["arithmetic"] += ", AVX2 simulated"
-        about["cpu"]["flags"] = ["avx2"]
+        about["cpu"] = {"model": f"{about['cpu']['model']}, told to have AVX2 alone", "flags": ["avx2"]}
         settings |= AVX2_ONLY
     if "quantforge-llm" in about["versions"]:
         about["server"] = PLUGIN
