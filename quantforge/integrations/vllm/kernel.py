@@ -82,7 +82,7 @@ class QuantforgeLinearKernel(MPLinearKernel):
         kept = None if packed[2] is None else Parameter(packed[2], requires_grad=False)
         layer.register_parameter(self.w_zp_name, kept)
         if current_platform.is_cpu():
-            _say_which()
+            _prepare()
 
     def _tensors(self, layer: Module) -> tuple[Any, Any, Any]:
         """Weights, scales and zeros of a layer, as loaded or as packed."""
@@ -133,7 +133,14 @@ def left_to_vllm(c: MPLinearLayerConfig) -> str | None:
     return f"{own.__name__} takes it; {SWITCH}={PREFER} has this one instead" if own.can_implement(c)[0] else None
 
 
-def _say_which() -> None:
+def _prepare() -> None:
+    """Build our own kernel now, not at the first request, and say which it is.
+
+    vLLM's attention uses AMX in bfloat16 without asking the system for it: its kernels for weights have done so before.
+    In their place, this asks.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
     status = native.status()
     if status.level is None:
         logger.warning_once("quantforge: no compiled CPU kernel, which is slow: %s", status.reason)
