@@ -15,23 +15,34 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
 
 
+def likeliest(scores: torch.Tensor) -> list[tuple[int, float]]:
+    """The ten tokens with the highest scores [vocab], with these."""
+    top = scores.topk(10)
+    return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+
+
 @torch.no_grad()
-def continued(model: Any, prompt: list[int], count: int) -> dict[str, Any]:
-    """`count` tokens, one by one, with the cache of keys and values."""
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    first: list[tuple[int, float]] = []
-    given, cache = torch.tensor([prompt]), None
+def continued(model: Any, prompts: list[list[int]], count: int) -> list[dict[str, Any]]:
+    """Each prompt by `count` tokens, all in one batch, padded on the left, with the cache of keys and values."""
+    width = max(map(len, prompts))
+    lacks = [width - len(prompt) for prompt in prompts]
+    given = torch.tensor([[prompt[0]] * lack + prompt for prompt, lack in zip(prompts, lacks, strict=True)])
+    mask = torch.tensor([[0] * lack + [1] * (width - lack) for lack in lacks])
+    tokens, logprobs, first, cache = [], [], None, None
     while len(tokens) < count:
-        output = model(given, past_key_values=cache, use_cache=True)
-        cache, scores = output.past_key_values, output.logits[0, -1].float().log_softmax(-1)
-        if not first:
-            likeliest = scores.topk(10)
-            first = list(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True))
-        tokens.append(int(scores.argmax()))
-        logprobs.append(float(scores[tokens[-1]]))
-        given = torch.tensor([tokens[-1:]])
-    return {"prompt": prompt, "tokens": tokens, "logprobs": logprobs, "first": first}
+        places = (mask.cumsum(-1) - 1).clamp(min=0)[:, -given.shape[1] :]
+        output = model(given, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True)
+        cache, scores = output.past_key_values, output.logits[:, -1].float().log_softmax(-1)
+        first = first or [likeliest(row) for row in scores]
+        given = scores.argmax(-1, keepdim=True)
+        tokens.append(given)
+        logprobs.append(scores.gather(-1, given))
+        mask = torch.cat([mask, torch.ones_like(given)], dim=1)
+    chosen, chances = torch.cat(tokens, dim=1).tolist(), torch.cat(logprobs, dim=1).tolist()
+    return [
+        {"prompt": prompt, "tokens": own, "logprobs": chance, "first": start}
+        for prompt, own, chance, start in zip(prompts, chosen, chances, first or [], strict=True)
+    ]
 
 
 def main() -> None:
@@ -46,7 +57,7 @@ def main() -> None:
         checkpoint, dtype=torch.float32, device_map="cpu", **source, **settings
     ).eval()
     loaded = time.monotonic()
-    answers = [continued(model, tokenizer(prompt)["input_ids"], int(count)) for prompt in prompts]
+    answers = continued(model, [tokenizer(prompt)["input_ids"] for prompt in prompts], int(count))
     modules = Counter(type(module).__name__ for module in model.modules() if "Linear" in type(module).__name__)
     seconds = {"load_seconds": round(loaded - started, 1), "answer_seconds": round(time.monotonic() - loaded, 1)}
     print(json.dumps({"modules": dict(modules), **seconds, "answers": answers}))
