@@ -19,6 +19,7 @@ MODES = {
     PREFER: "before vLLM's own kernels; on a GPU as well",
     OFF: "never",
 }
+UNVERIFIED = "UNVERIFIED: nobody has yet run it in vLLM on a GPU, compare its answers before use"
 
 
 def mode() -> str:
@@ -43,6 +44,8 @@ def register() -> None:
         except Exception as error:  # what another vLLM may raise is not known, and its server must go on
             level = logging.WARNING
             said.append(f"{add.__name__[5:]} not added, vLLM does without: {type(error).__name__}: {error}")
+    if any(UNVERIFIED in each for each in said):
+        level = logging.WARNING
     logger.log(level, "quantforge: %s", "; ".join(dict.fromkeys(filter(None, said))))
 
 
@@ -61,7 +64,7 @@ def _add_kernel() -> str:
     from quantforge.integrations.vllm import kernel
 
     place = kernel.add(platform, first=asked == PREFER)
-    return f"kernel added {place}{'' if on_cpu else '; UNVERIFIED in vLLM on a GPU, compare its answers before use'}"
+    return f"kernel added {place}{'' if on_cpu else f'; {UNVERIFIED}'}"
 
 
 def _add_gptq() -> str:
