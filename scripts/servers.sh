@@ -2,7 +2,7 @@
 # Live proof: starts servers on exports of the real SmolLM2, asks them for tokens and compares these with our own reading
 # of the files. Each server has an environment of its own, made from the pins in scripts/servers/*.txt the first time.
 #
-#   bash scripts/servers.sh [transformers] [gptqmodel] [vllm] [llama-cpp]        default: all four
+#   bash scripts/servers.sh [transformers] [gptqmodel] [vllm] [vllm-plugin] [llama-cpp]        default: all of them
 #
 #   QUANTFORGE_SERVERS        where environments, exports and logs go (default: .servers in the repository)
 #   QUANTFORGE_SERVERS_MODEL  the original checkpoint (default: made as the quickstart does)
@@ -52,6 +52,23 @@ install_vllm() {
     server_pip -r "$1"
     # What comes of these three without a GPU cannot be loaded beside torch+cpu, and vLLM imports them if they are there.
     "$SERVER" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+}
+
+# plugin_environment: one that sees all that vLLM's environment has, and this package besides, without its dependencies:
+# the plug-in needs none that vLLM has not.
+plugin_environment() {
+    environment vllm
+    if [ ! -e "$WORK/vllm-plugin/.made" ]; then
+        step "environment of vllm-plugin"
+        rm -rf "$WORK/vllm-plugin"
+        "$PYTHON" -m venv "$WORK/vllm-plugin"
+        local folder='import sysconfig; print(sysconfig.get_paths()["purelib"])'
+        "$SERVER" -c "$folder" >"$("$WORK/vllm-plugin/bin/python" -c "$folder")/vllm.pth"
+        SERVER="$WORK/vllm-plugin/bin/python"
+        server_pip --no-deps -e "$ROOT"
+        touch "$WORK/vllm-plugin/.made"
+    fi
+    SERVER="$WORK/vllm-plugin/bin/python"
 }
 
 install_gptqmodel() {
@@ -139,6 +156,25 @@ run_vllm() {
     cell vllm_server w4-asym-g64/compressed-tensors --python "$SERVER" --env VLLM_CPU_INT4_W4A8=0
 }
 
+# The last ones are a simulation: the server is told that the processor has AVX2 and nothing newer.
+run_vllm-plugin() {
+    plugin_environment
+    local name
+    for name in w8-sym-g64/compressed-tensors w8-asym-g64/compressed-tensors w8-sym-g64/gptq w8-asym-g64/gptq \
+        w4-asym-g64/gptq w4-asym-g64/gptq-v2 mixed/compressed-tensors mixed/gptq; do
+        cell vllm_server "$name" --python "$SERVER" --dtype float16
+    done
+    for name in w4-asym-g64 w8-sym-g64; do
+        cell vllm_server "$name/compressed-tensors" --python "$SERVER" --dtype float32 --runtime
+    done
+    cell vllm_server w4-asym-g64/compressed-tensors --python "$SERVER" --env QUANTFORGE_VLLM=prefer --runtime
+    cell vllm_server w4-asym-g64/compressed-tensors --python "$WORK/vllm/bin/python" --dtype float16 --avx2-only
+    cell vllm_server w4-asym-g64/compressed-tensors --python "$SERVER" --dtype float32 --avx2-only --runtime
+    for name in w4-asym-g64/compressed-tensors w4-sym-g64/gptq w4-asym-g64/awq; do
+        cell vllm_server "$name" --python "$SERVER" --dtype float16 --avx2-only
+    done
+}
+
 run_llama-cpp() {
     local name
     for name in w4-sym-g32/gguf w8-sym-g32; do
@@ -147,11 +183,11 @@ run_llama-cpp() {
 }
 
 "$PYTHON" scripts/make_smollm2.py "$MODEL" >&2
-[ $# -gt 0 ] || set -- transformers gptqmodel vllm llama-cpp
+[ $# -gt 0 ] || set -- transformers gptqmodel vllm vllm-plugin llama-cpp
 for server in "$@"; do
     case "$server" in
-    transformers | gptqmodel | vllm | llama-cpp) "run_$server" ;;
-    *) fail "no server is called $server; there are transformers, gptqmodel, vllm and llama-cpp" ;;
+    transformers | gptqmodel | vllm | vllm-plugin | llama-cpp) "run_$server" ;;
+    *) fail "no server is called $server; there are transformers, gptqmodel, vllm, vllm-plugin and llama-cpp" ;;
     esac
 done
 
@@ -161,5 +197,6 @@ cat >&2 <<TESTS
 The rows are in $ROWS. The tests with these environments (leave out what was not made):
 
 QUANTFORGE_SERVER_TRANSFORMERS=$WORK/transformers/bin/python QUANTFORGE_SERVER_GPTQMODEL=$WORK/gptqmodel/bin/python \\
-QUANTFORGE_SERVER_VLLM=$WORK/vllm/bin/python QUANTFORGE_SERVER_LLAMA_CPP=$WORK/llama-cpp bash scripts/test.sh -m servers -n 0
+QUANTFORGE_SERVER_VLLM=$WORK/vllm/bin/python QUANTFORGE_SERVER_VLLM_PLUGIN=$WORK/vllm-plugin/bin/python \\
+QUANTFORGE_SERVER_LLAMA_CPP=$WORK/llama-cpp bash scripts/test.sh -m servers -n 0
 TESTS

@@ -83,7 +83,7 @@ class Pipeline:
         return FakePlan()
 
     def verdicts(self, plan: FakePlan) -> Iterator[tuple[str, tuple[Verdict, ...]]]:
-        refused = Verdict("tgi", None, (Problem("it has no kernel for it", "tgi 3, kernels.py"),))
+        refused = Verdict("tgi", None, (Problem("it has no kernel for it", "tgi 3, kernels.py"),), remedy="add one")
         yield "compressed-tensors", (Verdict("vllm", "Marlin", notes=("slower than it could be",)), refused)
 
     def quantize(self, recipe: Recipe, plan: FakePlan) -> Iterator[events.Event]:

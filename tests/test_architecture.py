@@ -45,11 +45,13 @@ PLACES = {  # third-party package -> units that may import it; a package not lis
     "transformers": {"model", "evaluate", "runtime", "integrations"},
     "datasets": {"documents", "calibration", "evaluate"},
     "triton": {"kernels"},
+    "vllm": {"integrations"},
     "pydantic": {"recipe", "rules", "reading"},
     "yaml": {"reading"},
 }
-ONLY_INSIDE_FUNCTIONS = {"triton"}
+ONLY_INSIDE_FUNCTIONS = {"triton", "vllm"}
 TRITON_SOURCE = PACKAGE / "kernels" / "sources"  # imports triton, and is itself imported inside functions only
+VLLM_PARTS = {PACKAGE / "integrations" / "vllm" / name for name in ("kernel.py", "gptq.py")}  # likewise, for vllm
 
 
 @dataclass(frozen=True)
@@ -126,13 +128,14 @@ def test_third_party_packages_stay_in_their_places() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_triton_is_imported_inside_functions_only() -> None:
-    roots = [(found, found.target.partition(".")[0]) for found in ALL]
-    outside = [(found, root) for found, root in roots if not found.deferred and found.file.parent != TRITON_SOURCE]
+def test_triton_and_vllm_are_imported_inside_functions_only() -> None:
+    starts = [f"{file.parent.relative_to(PACKAGE.parent)}/{file.stem}".replace("/", ".") for file in VLLM_PARTS]
+    starts.append("quantforge.kernels.sources")
     wrong = [
         str(found)
-        for found, root in outside
-        if root in ONLY_INSIDE_FUNCTIONS or found.target.startswith("quantforge.kernels.sources")
+        for found in ALL
+        if not found.deferred and found.file.parent != TRITON_SOURCE and found.file not in VLLM_PARTS
+        if found.target.partition(".")[0] in ONLY_INSIDE_FUNCTIONS or found.target.startswith(tuple(starts))
     ]
     assert not wrong, "\n".join(wrong)
 
@@ -171,12 +174,13 @@ def test_files_stay_short() -> None:
         "import quantforge.recipe, quantforge.reading, quantforge.report",
         "import quantforge.cli",
         "import quantforge.kernels",
+        "import quantforge.integrations.vllm",
         "import quantforge.cli; quantforge.cli.main(['--help'])",
         "import quantforge.cli; quantforge.cli.main(['quantize', '--help'])",
     ],
 )
 def test_importing_and_helping_stay_light(code: str) -> None:
-    heavy = {"torch", "transformers", "datasets", "numpy", "safetensors", "triton"}
+    heavy = {"torch", "transformers", "datasets", "numpy", "safetensors", "triton", "vllm"}
     if "recipe" not in code and "quantize" not in code:  # to convert a verb's arguments, typer itself may use pydantic
         heavy.add("pydantic")
     check = f"{code}\nimport sys\nfound = set({sorted(heavy)!r}) & set(sys.modules)\nassert not found, found"

@@ -283,6 +283,7 @@ def test_a_dry_run_tells_which_servers_refuse_and_where_that_is_written(
     assert main(["quantize", "m", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "refused     tgi: it has no kernel for it [tgi 3, kernels.py]" in lines
+    assert "remedy      tgi: add one" in lines
     assert "remark      vllm: slower than it could be" in lines
     assert any(line.startswith("tgi     refuses") for line in lines)
 

@@ -155,6 +155,32 @@ def test_what_is_refused_and_why(server: str, method: str, changes: dict[str, An
     assert said in refusal(server, subject(method, **changes))
 
 
+PLUGGED = [  # what vLLM on a CPU refuses: method, what is out of the ordinary, whether our plug-in has it serve it
+    ("gptq", {"bits": 8}, True),
+    ("gptq", {"bits": 8, "symmetric": False}, True),
+    ("gptq", {"symmetric": False, "variant": "gptq_v2"}, True),
+    ("gptq", {"group_size": 16}, True),
+    ("gptq", {"bits": 3}, False),
+    ("gptq", {"act_order": True}, False),
+    ("awq", {"kv": 40, "group_size": 32}, True),
+    ("compressed-tensors", {"bits": 8, "symmetric": False}, True),
+    ("compressed-tensors", {"bits": 3}, True),
+    ("compressed-tensors", {"bits": 8, "activation_bits": 8}, False),
+    ("compressed-tensors", {"bits": 8, "group_size": 2}, False),
+    ("compressed-tensors", {"hidden": 192, "kv": 192}, False),
+    ("gguf", {"group_size": 32}, False),
+]
+
+
+@pytest.mark.parametrize(("method", "changes", "served"), PLUGGED)
+def test_what_the_plug_in_has_vllm_serve_is_named_beside_the_refusal(
+    method: str, changes: dict[str, Any], served: bool
+) -> None:
+    found = verdict("vllm-cpu", subject(method, **changes))
+    assert not found.loads and (found.remedy is not None) == served
+    assert not served or "quantforge-llm installed beside vLLM" in str(found.remedy)
+
+
 SLOW = [
     ("vllm", "gptq", {"hidden": 576, "kv": 192, "group_size": 64}, "Marlin pads shapes"),
     ("vllm", "compressed-tensors", {"kv": 48}, "Marlin pads shapes"),

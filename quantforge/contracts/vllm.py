@@ -117,9 +117,6 @@ def gptq_problems(
     subject: Subject, found: list[Matrix], types: frozenset[int] = frozenset((4, 8))
 ) -> Iterator[Problem]:
     """GPTQ of either version; with symmetric grids the zeros in the file are not looked at."""
-    if subject.quant_method == "gptq":
-        keys = source(f"{QUANTIZATION}/auto_gptq.py", "AutoGPTQConfig.from_config")
-        yield from missing_keys(subject, [("bits",), ("group_size",), ("desc_act",), ("sym",)], keys)
     yield from refusals(
         found,
         lambda m: not m.grid.symmetric or m.grid.bits not in types,
@@ -128,6 +125,14 @@ def gptq_problems(
         TYPES,
     )
     yield from refusals(found, lambda m: m.grid.group_size not in GROUPS, "group sizes are 32, 64, 128 or -1", MARLIN)
+    yield from gptq_file_problems(subject, found)
+
+
+def gptq_file_problems(subject: Subject, found: list[Matrix]) -> Iterator[Problem]:
+    """What is asked of the config and of shapes, whatever the grid."""
+    if subject.quant_method == "gptq":
+        keys = source(f"{QUANTIZATION}/auto_gptq.py", "AutoGPTQConfig.from_config")
+        yield from missing_keys(subject, [("bits",), ("group_size",), ("desc_act",), ("sym",)], keys)
     yield from refusals(
         found,
         lambda m: m.grid.act_order and m.grid.group_size is not None,

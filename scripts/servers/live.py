@@ -188,12 +188,14 @@ def cpu() -> dict[str, Any]:
 
 
 def versions(python: str | Path, names: Sequence[str]) -> dict[str, str]:
-    """Versions of those distributions that the environment of an interpreter has."""
+    """Versions of those distributions that the environment of an interpreter itself has."""
     code = (
         "import importlib.metadata, json\n"
-        "print(json.dumps({each.name: each.version for each in importlib.metadata.distributions()}))"
+        "first = reversed([*importlib.metadata.distributions()])  # what stands first on the path is what is imported\n"
+        "print(json.dumps({each.name: each.version for each in first}))"
     )
-    ran = subprocess.run([str(python), "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    ran = subprocess.run([str(python), "-P", "-c", code], env=own, check=True, stdout=subprocess.PIPE, text=True)
     found = {re.sub("[-_.]+", "-", name).lower(): version for name, version in json.loads(ran.stdout).items()}
     return {name: found[name] for name in names if name in found}
 

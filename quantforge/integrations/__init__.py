@@ -1,0 +1,1 @@
+"""How other programs run what is written here. Importing these imports none of them."""
