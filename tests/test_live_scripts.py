@@ -208,10 +208,12 @@ def test_a_server_that_does_not_start_becomes_a_row_with_its_error(
 # ------------------------------------------------------------------------------------------------ documents
 
 
-def test_the_live_table_of_the_readme_is_that_of_its_rows(script: Any) -> None:
+@pytest.mark.parametrize(("file", "shown"), [("docs/servers.md", "cell"), ("README.md", "best")])
+def test_the_live_tables_of_the_documents_are_those_of_the_rows(script: Any, file: str, shown: str) -> None:
     job = script("live_table")
-    _, start, rest = (ROOT / "README.md").read_text(encoding="utf-8").partition(job.MARKS[0])
-    assert start and rest.partition(job.MARKS[1])[0].strip() == job.table(ROWS)
+    _, start, rest = (ROOT / file).read_text(encoding="utf-8").partition(job.MARKS[0])
+    assert start and rest.partition(job.MARKS[1])[0].strip() == job.table(ROWS, getattr(job, shown))
+
 
 
 def test_a_cell_has_every_way_of_loading_and_equal_errors_share_a_number(script: Any) -> None:
@@ -224,7 +226,13 @@ def test_a_cell_has_every_way_of_loading_and_equal_errors_share_a_number(script:
         }  # fmt: skip
 
     rows = [row("a", "x", "no `way`"), row("a", "y"), row("b", "x", "no `way`"), row("c", "x", outcome="apart")]
-    assert script("live_table").table(rows).splitlines() == [
+    job = script("live_table")
+    assert job.table(rows, job.best).splitlines()[2:5] == [
+        "| gptq | a | y: 7 of 8 | no |",
+        "| gptq | b | refuses | no |",
+        "| gptq | c | x: **apart**: 7 of 8 | no |",
+    ]
+    assert job.table(rows).splitlines() == [
         "| format | grid | tried, tried | other, on paper |",
         "|---|---|---|---|",
         "| gptq | a | x: refused (1); y: 7 of 8, 0.0100 | no |",

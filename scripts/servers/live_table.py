@@ -1,15 +1,16 @@
 """Print the live table, format and grid by server, of rows that the scripts beside this one measured.
 
-    python scripts/servers/live_table.py ROWS.json [--readme README.md]
+    python scripts/servers/live_table.py ROWS.json [--into docs/servers.md] [--summary README.md]
 
-With --readme the table in that file, between its two marks, is replaced. Servers that were not run have what our
-contracts say of them, marked as such; a server with a plug-in is called "server + plug-in", and is as the server itself
-where it was not run.
+With --into the table in that file, between its two marks, is replaced; with --summary that of another file by a short one:
+of each server the way of running nearest to us, and no errors. Servers that were not run have what our contracts say of
+them, marked as such; a server with a plug-in is called "server + plug-in", and is as the server itself where it was not
+run.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,16 @@ def cell(rows: Rows, errors: list[str]) -> str:
     return "; ".join(parts)
 
 
-def table(rows: Rows) -> str:
-    """Markdown: the table, versions, and errors."""
+def best(rows: Rows, errors: list[str]) -> str:
+    """The measured way of running that came nearest to us, or that there is none."""
+    answered = [row for row in rows if row["ours"] is not None]
+    if not answered:
+        return "refuses"
+    return cell([min(answered, key=lambda row: float(row["ours"]["mean"]))], errors).rpartition(",")[0]
+
+
+def table(rows: Rows, shown: Callable[[Rows, list[str]], str] = cell) -> str:
+    """Markdown: the table, versions, and errors; `shown` makes a cell of the rows for it."""
     ran = sorted({row["server"] for row in rows})
     paper = sorted({name for row in rows for name in row["verdicts"]} - set(ran))
     head = ["format", "grid", *(f"{name}, tried" for name in ran), *(f"{name}, on paper" for name in paper)]
@@ -47,7 +56,7 @@ def table(rows: Rows) -> str:
             measured = [row for row in these if row["server"] == name]
             plain, plugged, _ = name.partition(" + ")
             unmeasured = f"as {plain}" if plugged else f"on paper: {verdicts[name] or 'no'}"
-            cells.append(cell(measured, errors) if measured else unmeasured)
+            cells.append(shown(measured, errors) if measured else unmeasured)
         cells += [verdicts[name] or "no" for name in paper]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", *(f"- {name}: {versions(rows, name)}" for name in ran)]
@@ -71,17 +80,19 @@ def versions(rows: Rows, server: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("rows", type=Path)
-    parser.add_argument("--readme", type=Path)
+    parser.add_argument("--into", type=Path)
+    parser.add_argument("--summary", type=Path)
     asked = parser.parse_args()
-    text = table(json.loads(asked.rows.read_text()))
-    if asked.readme is None:
-        print(text)
-        return
-    before, start, rest = asked.readme.read_text().partition(MARKS[0])
-    _, end, after = rest.partition(MARKS[1])
-    if not (start and end):
-        parser.error(f"{asked.readme} lacks the lines {MARKS[0]} and {MARKS[1]}")
-    asked.readme.write_text(f"{before}{start}\n\n{text}\n\n{end}{after}")
+    rows = json.loads(asked.rows.read_text())
+    if asked.into is None and asked.summary is None:
+        print(table(rows))
+    for file, shown in ((asked.into, cell), (asked.summary, best)):
+        if file is not None:
+            before, start, rest = file.read_text().partition(MARKS[0])
+            _, end, after = rest.partition(MARKS[1])
+            if not (start and end):
+                parser.error(f"{file} lacks the lines {MARKS[0]} and {MARKS[1]}")
+            file.write_text(f"{before}{start}\n\n{table(rows, shown)}\n\n{end}{after}")
 
 
 if __name__ == "__main__":
