@@ -215,7 +215,6 @@ def test_the_live_tables_of_the_documents_are_those_of_the_rows(script: Any, fil
     assert start and rest.partition(job.MARKS[1])[0].strip() == job.table(ROWS, getattr(job, shown))
 
 
-
 def test_a_cell_has_every_way_of_loading_and_equal_errors_share_a_number(script: Any) -> None:
     def row(grid: str, arithmetic: str, error: str = "", outcome: str = "alike") -> dict[str, Any]:
         ours = None if error else {"best": 7, "tokens": 8, "mean": 0.01}

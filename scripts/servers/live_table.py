@@ -2,10 +2,10 @@
 
     python scripts/servers/live_table.py ROWS.json [--into docs/servers.md] [--summary README.md]
 
-With --into the table in that file, between its two marks, is replaced; with --summary that of another file by a short one:
-of each server the way of running nearest to us, and no errors. Servers that were not run have what our contracts say of
-them, marked as such; a server with a plug-in is called "server + plug-in", and is as the server itself where it was not
-run.
+With --into the table in that file, between its two marks, is replaced; with --summary that of another file by a short
+one: of each server the way of running nearest to us, and no errors. Servers that were not run have what our contracts
+say of them, marked as such; a server with a plug-in is called "server + plug-in", and is as the server itself where it
+was not run.
 """
 
 import argparse
