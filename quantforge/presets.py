@@ -28,8 +28,9 @@ PRESETS = {
         Preset("balanced", "the defaults", {}),
         Preset(
             "best",
-            "scales and norms are tuned once codes are chosen: slower, to come closer to the original",
-            {"tune_epochs": 2},
+            "channels are scaled first, codes are chosen again for fitted scales, and scales and norms tuned at last: "
+            "slower, to come closer to the original",
+            {"tune_epochs": 2, "method": "awq+gptq", "options": {"refits": 2}},
         ),
     )
 }

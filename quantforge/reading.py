@@ -244,11 +244,14 @@ def _layers(readings: Sequence[_Reading]) -> tuple[list[tuple[str, Mapping[str, 
     notes: list[str] = []
     given = {name for reading in readings for name in reading.values}
     presets = [(reading.origin, reading.preset) for reading in readings if reading.preset is not None]
+    schemes = [(reading, reading.scheme) for reading in readings if reading.scheme is not None]
+    methods = given | {name for _, scheme in schemes[-1:] for name in scheme.defaults}
     for origin, preset in presets[-1:]:
         values = _Reading(f"preset {preset.name}", preset.settings).values
+        if methods & {"method", "transforms"}:  # a preset's options are its method's: both give way
+            values = {name: value for name, value in values.items() if not name.startswith(("method", "options."))}
         layers.append((f"preset {preset.name}", values))
         notes.append(f"{origin}: {_explain_preset(preset, values, given)}")
-    schemes = [(reading, reading.scheme) for reading in readings if reading.scheme is not None]
     own: dict[int, Mapping[str, Any]] = {}
     for reading, scheme in schemes[-1:]:
         beside = {} if given & {"method", "transforms"} else scheme.defaults

@@ -58,8 +58,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "gptq+search+weights": {"options": {"sweeps": 0}},
     "default+refit": {"options": {"refits": 2}},
     "default+original": {"sequential": "none"},
+    "default+tuning": {"tune_epochs": 2},
     "awq+default": {"method": "awq+gptq"},
-    "awq+best+refit": {"preset": "best", "method": "awq+gptq", "options": {"refits": 2}},
 }
 """``gptq`` is the plain method, min-max grids and equal tokens; ``default`` is what the command does on its own."""
 

@@ -205,6 +205,22 @@ def test_a_server_that_does_not_start_becomes_a_row_with_its_error(
     assert "ValueError: bits=3 is not for me" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("by", ["TERM", "KILL"])
+@pytest.mark.parametrize("job", ["transformers_loader", "vllm_server"])
+def test_a_server_that_was_killed_has_refused_nothing(
+    script: Any, tiny_exports: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, by: str
+) -> None:
+    server, rows, python = script(job), tmp_path / "rows.json", tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nkill -{by} $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(server, "versions", lambda python, names: {})
+    given = [job, str(tiny_exports["gptq"]), "--python", str(python), "--json", str(rows)]
+    monkeypatch.setattr(sys, "argv", given)
+    with pytest.raises(SystemExit, match=f"was ended by SIG{by}, which says nothing of the checkpoint"):
+        server.main()
+    assert not rows.exists()
+
+
 # ------------------------------------------------------------------------------------------------ documents
 
 

@@ -183,7 +183,20 @@ def test_fast_and_best_change_what_they_are_for() -> None:
     best = load_recipe(None, {"model": "m", "preset": "best"})
     assert (fast.token_weights, fast.calibration.nsamples, fast.tune_epochs) == ("none", 32, 0)
     assert (best.token_weights, best.calibration.nsamples, best.tune_epochs) == ("gradient", 128, 2)
-    assert fast.method == best.method == "gptq"
+    assert (fast.method, best.method, best.options) == ("gptq", "awq+gptq", {"refits": 2})
+
+
+def test_the_method_of_a_preset_gives_way_with_its_options(file: Any) -> None:
+    best = {"model": "m", "preset": "best"}
+    given = load_recipe(None, best | {"method": "rtn"})
+    assert (given.method, given.options, given.tune_epochs) == ("rtn", {}, 2)
+    given = load_recipe(file("method: gptq\noptions: {sweeps: 3}\n"), best)
+    assert (given.method, given.options) == ("gptq", {"sweeps": 3})
+    scheme = load_recipe(None, best | {"scheme": "W8A8"})
+    assert (scheme.method, scheme.options) == ("smoothquant+gptq", {})
+    kept = load_recipe(None, best | {"scheme": "W4A16", "options": {"sweeps": 1}})
+    assert (kept.method, kept.options) == ("awq+gptq", {"refits": 2, "sweeps": 1})
+    assert load_recipe(None, best | {"options": {"refits": 0}}).options == {"refits": 0}
 
 
 @pytest.mark.parametrize("sources", list(product([False, True], repeat=4)), ids=str)

@@ -221,6 +221,14 @@ def reason(log: str, wrappers: Sequence[str] = ()) -> str:
     return re.split(r" \[type=| For further information", text)[0]  # what pydantic appends
 
 
+def refuse_interruption(status: int, what: str) -> None:
+    """Leave with an error and no row when `what` did not end by itself: an exit status of a signal from outside."""
+    if -status in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        sys.exit(
+            f"{what} was ended by {signal.Signals(-status).name}, which says nothing of the checkpoint; no row is kept"
+        )
+
+
 def finish(row: Row, file: Path | None) -> int:
     """Print a row and put it into `file`, in place of one with its key; returns the exit status."""
     print(line(row), flush=True)

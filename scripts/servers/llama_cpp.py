@@ -22,7 +22,20 @@ from typing import Any
 
 import gguf
 import numpy as np
-from live import APART, PROMPTS, REFUSED, Answer, Row, compared, cpu, describe, finish, leave_with_children, reason
+from live import (
+    APART,
+    PROMPTS,
+    REFUSED,
+    Answer,
+    Row,
+    compared,
+    cpu,
+    describe,
+    finish,
+    leave_with_children,
+    reason,
+    refuse_interruption,
+)
 
 from quantforge.model.gguf_file import gguf_files
 from quantforge.model.tokenizer import load_tokenizer
@@ -64,6 +77,7 @@ def continued(node: Path, file: Path, count: int, threads: int) -> tuple[dict[st
     script = Path(__file__).with_suffix(".mjs").resolve()
     command = ["node", str(script), str(file.resolve()), json.dumps(PROMPTS), str(count), str(threads)]
     ran = subprocess.run(command, cwd=node, capture_output=True, text=True)
+    refuse_interruption(ran.returncode, script.name)
     if ran.returncode:
         return None, ran.stderr
     found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])

@@ -31,6 +31,7 @@ from live import (
     finish,
     leave_with_children,
     reason,
+    refuse_interruption,
     versions,
 )
 
@@ -56,6 +57,7 @@ def ask(python: Path, export: Path, way: str, count: int, threads: int) -> tuple
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | own
     command = [str(python), str(script), str(export.resolve()), str(count), way]
     ran = subprocess.run(command, input=json.dumps(PROMPTS), env=environment, capture_output=True, text=True)
+    refuse_interruption(ran.returncode, script.name)
     if ran.returncode:
         return None, ran.stderr
     found: dict[str, Any] = json.loads(next(each for each in reversed(ran.stdout.splitlines()) if each.startswith("{")))

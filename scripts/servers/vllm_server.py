@@ -50,6 +50,7 @@ from live import (
     finish,
     leave_with_children,
     reason,
+    refuse_interruption,
     versions,
 )
 
@@ -127,6 +128,7 @@ def serving(
     try:
         while not healthy(address):
             if server.poll() is not None:
+                refuse_interruption(server.returncode, "the server")
                 raise Failed(f"status {server.returncode}")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"not healthy after {seconds:.0f} s; raise --seconds, or see {log}")
