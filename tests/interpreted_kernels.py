@@ -25,8 +25,9 @@ EVERYTHING = os.environ.get("QUANTFORGE_KERNELS") == "all"
 GUARD = 512
 """Elements on either side of a tensor that must never matter."""
 
-TOLERANCE = {torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float32: 1e-6}
-"""Relative, of the norm: rounding the result alone is 3e-4 and 2.3e-3; weights are rounded too above 32 rows."""
+TOLERANCE = {torch.float16: 5e-4, torch.bfloat16: 5e-3, torch.float32: 1e-6}
+"""Relative, of the norm: rounding the result alone is 3e-4 and, cut off as the interpreter makes bfloat16 of float32,
+3e-3 (4.5e-3 were all results just above powers of two); weights are rounded too above 32 rows."""
 
 BITS = (4, 8)
 GROUPS = (32, 64, 128, -1)

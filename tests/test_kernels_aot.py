@@ -59,8 +59,11 @@ def binary(request: pytest.FixtureRequest) -> Binary:
 
 
 @needs_triton
-def test_no_register_is_spilled(binary: Binary) -> None:
-    assert binary.inspection.spills == 0
+def test_no_register_is_spilled_in_the_main_loop_and_next_to_none_outside(binary: Binary) -> None:
+    """ptxas saves two registers around the loop of three builds; AMD's count is of the whole kernel."""
+    found = binary.inspection
+    assert found.loop_spills == 0
+    assert found.spills <= (0 if binary.build in QUICK or binary.build.target.startswith("gfx") else 6)
 
 
 @needs_triton
@@ -161,8 +164,12 @@ SASS = """
 """
 
 
-def test_the_main_loop_is_the_longest_way_back() -> None:
-    found = read_sass(SASS, 40, 1024)
+@pytest.mark.parametrize("waiting", [0, 9])
+def test_the_main_loop_is_the_longest_way_back_over_matrix_instructions(waiting: int) -> None:
+    """Not the way back from code behind the end that waits, which the sums of a tile may lie between."""
+    behind = [f"/*{0x90 + 16 * line:04x}*/ FADD R1, R1, R2 ;" for line in range(waiting)]
+    behind += [f"/*{0x90 + 16 * waiting:04x}*/ BRA 0x70 ;"] if waiting else []
+    found = read_sass("\n".join([SASS, *behind]), 40, 1024)
     loop = {"LDGSTS.E.BYPASS.128": 1, "LDG.E.U16": 1, "HMMA.16816.F32": 1, "BRA": 2}
     assert found == Inspection(40, 1, 1024, Counter(loop))
     assert (found.matrix_instructions, found.load_bytes) == (1, {16: 1, 2: 1})

@@ -1,6 +1,6 @@
 """What a compiled kernel is made of, read from its disassembly: registers, spills, instructions of its main loop.
 
-The main loop is the longest stretch of code that a branch leads back over. Nothing is run.
+The main loop is the longest stretch with matrix instructions that a branch leads back over. Nothing is run.
 """
 
 import re
@@ -25,6 +25,9 @@ _AMD = re.compile(r"^\s+([a-z]\w+)(.*)")
 _AMD_BYTES = {"ubyte": 1, "ushort": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
 
 
+_LOCAL_MEMORY = ("LDL", "STL")
+
+
 @dataclass(frozen=True)
 class Inspection:
     """One kernel.
@@ -44,6 +47,11 @@ class Inspection:
     @property
     def loop_instructions(self) -> int:
         return sum(self.loop.values())
+
+    @property
+    def loop_spills(self) -> int:
+        """Instructions of the main loop that move registers to and from local memory (NVIDIA)."""
+        return sum(count for opcode, count in self.loop.items() if opcode.startswith(_LOCAL_MEMORY))
 
     @property
     def matrix_instructions(self) -> int:
@@ -114,7 +122,7 @@ def read_sass(listing: str, registers: int, shared_bytes: int) -> Inspection:
     for line in listing.splitlines():
         if (match := _SASS.match(line)) is not None:
             code.append((int(match[1], 16), match[2], match[3]))
-    spills = sum(opcode.startswith(("LDL", "STL")) for _, opcode, _ in code)
+    spills = sum(opcode.startswith(_LOCAL_MEMORY) for _, opcode, _ in code)
     addresses = {address: index for index, (address, _, _) in enumerate(code)}
     jumps = []
     for index, (address, opcode, operands) in enumerate(code):
@@ -122,7 +130,7 @@ def read_sass(listing: str, registers: int, shared_bytes: int) -> Inspection:
             to = int(target[1], 16)
             if to < address and to in addresses:  # the last jump of a kernel leads to itself
                 jumps.append((addresses[to], index))
-    return Inspection(registers, spills, shared_bytes, _longest([opcode for _, opcode, _ in code], jumps))
+    return Inspection(registers, spills, shared_bytes, _main_loop([opcode for _, opcode, _ in code], jumps))
 
 
 def read_amdgcn(text: str, shared_bytes: int) -> Inspection:
@@ -143,13 +151,17 @@ def read_amdgcn(text: str, shared_bytes: int) -> Inspection:
             if match[1].startswith(("s_cbranch", "s_branch")) and label_name in labels:
                 jumps.append((labels[label_name], len(opcodes)))
             opcodes.append(match[1])
-    return Inspection(fields["vgpr_count"], fields["vgpr_spill_count"], shared_bytes, _longest(opcodes, jumps))
+    return Inspection(fields["vgpr_count"], fields["vgpr_spill_count"], shared_bytes, _main_loop(opcodes, jumps))
 
 
-def _longest(opcodes: Sequence[str], jumps: Sequence[tuple[int, int]]) -> Counter[str]:
-    """The opcodes of the longest loop; none when nothing jumps back."""
-    first, last = max(jumps, key=lambda jump: jump[1] - jump[0], default=(0, -1))
-    return Counter(opcodes[first : last + 1])
+def _main_loop(opcodes: Sequence[str], jumps: Sequence[tuple[int, int]]) -> Counter[str]:
+    """The opcodes of the longest loop with a matrix instruction, else of the longest; none when nothing jumps back.
+
+    A jump back from waiting code behind the end of a kernel looks like a loop over all that lies between.
+    """
+    loops = sorted((opcodes[first : last + 1] for first, last in jumps), key=len, reverse=True)
+    multiplying = (loop for loop in loops if any(opcode.startswith(MATRIX_OPCODES) for opcode in loop))
+    return Counter(next(multiplying, loops[0] if loops else []))
 
 
 def _run(command: list[str]) -> str:
