@@ -159,3 +159,40 @@ def test_a_level_that_was_asked_for_and_cannot_be_had_is_an_error(
     monkeypatch.setenv("CC", compiler(tmp_path / "broken", "exit 1"))
     with pytest.raises(UsageError, match=r"portable cannot be had here .*broken failed: it wrote nothing"):
         native.status()
+
+
+FLAGS_OF_LINUX = {"-mavx512vnni": "avx512_vnni", "-mavxvnni": "avx_vnni"}
+"""Where /proc/cpuinfo spells an instruction set otherwise than the compiler's flag does."""
+
+
+def processor_flags() -> set[str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").is_file() else []
+    return next((set(line.split()) for line in lines if line.startswith("flags")), set())
+
+
+@pytest.mark.skipif(not processor_flags(), reason="/proc/cpuinfo does not list the instruction sets of an x86 processor")
+@pytest.mark.parametrize("level", native.LEVELS)
+def test_a_level_is_taken_where_the_processor_has_every_instruction_set_it_is_compiled_for(level: str) -> None:
+    asked = [flag for flag in native.LEVELS[level] if not flag.startswith("-mprefer")]
+    has_all = {FLAGS_OF_LINUX.get(flag, flag.removeprefix("-m")) for flag in asked} <= processor_flags()
+    try:
+        library = native.load(level)
+    except RuntimeError as error:
+        pytest.skip(f"this compiler builds no {level}: {error}")
+    assert bool(library.supported()) == has_all
+
+
+@pytest.mark.skipif(not processor_flags(), reason="/proc/cpuinfo does not list the instruction sets of an x86 processor")
+def test_the_level_that_is_chosen_runs() -> None:
+    """In a process of its own: an instruction that is not there kills it."""
+    code = (
+        "import torch, quantforge.kernels.ops as ops\n"
+        "from quantforge.kernels import native, panels\n"
+        "codes, scales = torch.randint(0, 16, (16, 64), dtype=torch.uint8), torch.ones(16, 1)\n"
+        "packed = panels.pack(codes, scales, None, bits=4, group_size=64)\n"
+        "y = torch.ops.quantforge.w4a16_linear(torch.ones(1, 64), *packed, None, 64, 16)\n"
+        "torch.testing.assert_close(y[0], codes.sum(1) - 8.0 * 64, atol=1e-3, rtol=0)\n"
+        "print(native.status().level)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0 and ran.stdout.strip() in native.LEVELS, (ran.returncode, ran.stdout, ran.stderr)

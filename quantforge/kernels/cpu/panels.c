@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -574,14 +575,29 @@ int transposed(const struct call *c, int bits, int64_t column, int64_t width) {
     return 0;
 }
 
-/* Whether this processor has what the flags of this file let the compiler use. */
-int supported(void) {
-#if defined(__AVX512BW__)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
-#elif defined(__AVX2__)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-#else
-    return 1;
+/* Whether this processor has all that the flags of this file let the compiler use. The two that compilers do not agree to
+   know by name are asked of cpuid: a processor has AVX-VNNI or not whatever else it has. */
+#if defined(__x86_64__) && defined(__AVX2__)
+INLINE int has_f16c(void) {
+    unsigned a, b, c = 0, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c >> 29 & 1);
+}
+INLINE int has_avx_vnni(void) {
+    unsigned a = 0, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
 #endif
+int supported(void) {
+    int all = 1;
+#if defined(__AVX2__)
+    all = all && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
+#endif
+#if defined(__AVXVNNI__)
+    all = all && has_avx_vnni();
+#endif
+#if defined(__AVX512BW__)
+    all = all && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+    all = all && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+#endif
+    return all;
 }
