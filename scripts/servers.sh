@@ -156,7 +156,7 @@ run_vllm() {
     cell vllm_server w4-asym-g64/compressed-tensors --python "$SERVER" --env VLLM_CPU_INT4_W4A8=0
 }
 
-# The last ones are a simulation: the server is told that the processor has AVX2 and nothing newer.
+# The last ones are for a processor that has AVX2 and nothing newer: the server is told so where it is another.
 run_vllm-plugin() {
     plugin_environment
     local name

@@ -170,7 +170,9 @@ def processor_flags() -> set[str]:
     return next((set(line.split()) for line in lines if line.startswith("flags")), set())
 
 
-@pytest.mark.skipif(not processor_flags(), reason="/proc/cpuinfo does not list the instruction sets of an x86 processor")
+@pytest.mark.skipif(
+    not processor_flags(), reason="/proc/cpuinfo does not list the instruction sets of an x86 processor"
+)
 @pytest.mark.parametrize("level", native.LEVELS)
 def test_a_level_is_taken_where_the_processor_has_every_instruction_set_it_is_compiled_for(level: str) -> None:
     asked = [flag for flag in native.LEVELS[level] if not flag.startswith("-mprefer")]
@@ -182,7 +184,9 @@ def test_a_level_is_taken_where_the_processor_has_every_instruction_set_it_is_co
     assert bool(library.supported()) == has_all
 
 
-@pytest.mark.skipif(not processor_flags(), reason="/proc/cpuinfo does not list the instruction sets of an x86 processor")
+@pytest.mark.skipif(
+    not processor_flags(), reason="/proc/cpuinfo does not list the instruction sets of an x86 processor"
+)
 def test_the_level_that_is_chosen_runs() -> None:
     """In a process of its own: an instruction that is not there kills it."""
     code = (

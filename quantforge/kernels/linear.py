@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from quantforge.kernels import int4pack, native, panels, planar, reference, rows
 from quantforge.kernels import ops as _ops  # noqa: F401  (registers the operators)
+from quantforge.kernels.eager import MOST_TOKENS, Direct, unobserved
 from quantforge.numerics.activations import quantize_tokens
 from quantforge.spec import ActivationSpec
 
@@ -61,6 +62,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features, self.bits = in_features, out_features, bits
         self.activations: Activations = activations
         self.group_size, self.layout = -1, "empty"
+        self.direct: Direct | None = None
         for name in ("weight", "scales", "zeros", "input_order"):
             self.register_buffer(name, None)
         self.bias = (
@@ -195,6 +197,8 @@ class PackedLinear(nn.Module):
     # ------------------------------------------------------------------------------------------------ running
 
     def forward(self, x: Tensor) -> Tensor:
+        if unobserved(x) and (y := self._at_once(x)) is not None:
+            return y
         if self.input_order is not None:
             x = x.index_select(-1, self.input_order)
         if self.activations == "int8-token" and not self._whole_int8(self.zeros is None):
@@ -216,6 +220,39 @@ class PackedLinear(nn.Module):
             operator = getattr(operators, f"{name}_linear")
             found = operator(x, weight, scales, zeros, bias, self.group_size, self.out_features)
         return found
+
+    def _at_once(self, x: Tensor) -> Tensor | None:
+        """The same for a few tokens on the CPU, past the dispatcher; None for what needs an operator."""
+        count = self.in_features
+        if self.layout != "panels" or x.shape[-1:] != (count,) or not 0 < x.numel() <= MOST_TOKENS * count:
+            return None
+        if (order := self._buffers["input_order"]) is not None:
+            x = x.index_select(-1, order)
+        if not x.is_contiguous():
+            return None
+        direct, bias = self.direct, self.bias
+        if direct is None or not direct.serves(self._buffers, bias, x):
+            direct = self.direct = self._prepared(x.dtype)
+        return None if direct is None else native.linear(direct.library, direct.matrix, x)
+
+    def _prepared(self, dtype: torch.dtype) -> Direct | None:
+        weight, scales, bias, library = self.weight, self.scales, self.bias, native.status().library
+        rounds = self.rounds_groups or self._whole_int8(self.zeros is None)
+        if library is None or weight is None or scales is None or dtype not in native.TYPES:
+            return None
+        if self.activations == "int8-token" and not rounds:
+            return None
+        if bias is not None and (bias.dtype != dtype or not unobserved(bias)):
+            return None
+        tensors = (weight, scales, self.zeros, bias)
+        if not all(each is None or each.is_contiguous() for each in tensors):
+            return None
+        sizes = (self.stored_bits, self.group_size, self.out_features, self.in_features)
+        return Direct(library, *tensors, dtype, *sizes, integers=rounds)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without addresses, which mean nothing to a copy."""
+        return self.__dict__ | {"direct": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "PackedLinear":
         """Moves to another kind of device pack anew; changes of dtype reach the bias alone: scales stay exact."""

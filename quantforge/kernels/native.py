@@ -19,6 +19,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,17 +44,42 @@ SMALL = 1 << 18
 """Products below which waking other threads costs more than they bring."""
 
 
-class Call(ctypes.Structure):
-    """``struct call`` of `cpu/panels.c`."""
+class _Struct(ctypes.Structure):
+    """``struct matrix`` of `cpu/panels.c`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in "x words scales zeros bias y".split()),
-        *(
-            (name, ctypes.c_int64)
-            for name in "tokens out_features in_features group_size x_type scale_type threads".split()
-        ),
-        ("parallel", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in "words scales zeros bias parallel".split()),
+        *((name, ctypes.c_int64) for name in "bits out_features in_features group_size".split()),
+        *((name, ctypes.c_int64) for name in "scale_type x_type integers".split()),
     )
+
+
+class Sizes(NamedTuple):
+    """Of a matrix; `group_size` in whole words."""
+
+    bits: int
+    out_features: int
+    in_features: int
+    group_size: int
+
+
+class Matrix:
+    """A matrix in the layout of `panels`, and what is multiplied by it, as the library is told.
+
+    It keeps the tensors and copies nothing; nothing is checked. All are contiguous, `bias` has the dtype of x.
+    `integers`: activations are rounded to 8 bits, per group, or per token where a row is one group of 8-bit codes.
+    """
+
+    def __init__(
+        self, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, dtype: torch.dtype,
+        sizes: Sizes, *, integers: bool = False,
+    ) -> None:  # fmt: skip
+        self.weight, self.scales, self.zeros, self.bias = weight, scales, zeros, bias
+        self.out_features, self.in_features, self.dtype = sizes.out_features, sizes.in_features, dtype
+        self.elements = sizes.out_features * sizes.in_features
+        self.addresses = tuple(None if each is None else each.data_ptr() for each in (weight, scales, zeros, bias))
+        self._struct = _Struct(*self.addresses, _pool(), *sizes, TYPES[scales.dtype], TYPES[dtype], integers)
+        self.address = ctypes.addressof(self._struct)
 
 
 @dataclass(frozen=True)
@@ -191,8 +217,10 @@ def _compiled(compiler: str, flags: list[str], path: Path) -> Path:
 
 def _declared(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    library.linear.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int]
-    library.transposed.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    library.linear.argtypes = [pointer, pointer, pointer, number, number]
+    library.transposed.argtypes = [pointer, pointer, number, number, number]
+    library.transposed.restype = None
     return library
 
 
@@ -212,50 +240,18 @@ def multiplies_bfloat16() -> bool:
     return any(getattr(torch.cpu, name, bool)() for name in names)
 
 
-def _call(
-    x: Tensor, y: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
-    tokens: int, out_features: int, in_features: int, group_size: int,
-) -> Call:  # fmt: skip
-    threads = torch.get_num_threads() if tokens * out_features * in_features >= SMALL else 1
-    return Call(
-        x.data_ptr(),
-        weight.data_ptr(),
-        scales.data_ptr(),
-        None if zeros is None else zeros.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        tokens,
-        out_features,
-        in_features,
-        group_size,
-        TYPES[y.dtype],
-        TYPES[scales.dtype],
-        threads,
-        _pool(),
-    )
-
-
-def linear(
-    library: ctypes.CDLL, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
-    *, bits: int, group_size: int, out_features: int, integers: bool,
-) -> Tensor:  # fmt: skip
-    """``x @ w.T + bias`` [tokens, out] in x's dtype, for contiguous x [tokens, in] and weights of `panels`.
-
-    `integers`: activations are rounded to 8 bits, per group, or per token where a row is one group of 8-bit codes.
-    """
-    tokens, in_features = x.shape
-    y = x.new_empty(tokens, out_features)
-    call = _call(x, y, weight, scales, zeros, bias, tokens, out_features, in_features, group_size)
-    if library.linear(ctypes.byref(call), bits, int(integers)):
-        raise MemoryError(f"no memory to multiply {tokens} tokens of {in_features} values")
+def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
+    """``x @ w.T + bias`` [..., out] for contiguous x [..., in] of the matrix's dtype."""
+    y = x.new_empty((*x.shape[:-1], matrix.out_features))
+    tokens = x.numel() // matrix.in_features
+    threads = torch.get_num_threads() if tokens * matrix.elements >= SMALL else 1
+    if library.linear(matrix.address, x.data_ptr(), y.data_ptr(), tokens, threads):
+        raise MemoryError(f"no memory to multiply {tokens} tokens of {matrix.in_features} values")
     return y
 
 
-def transpose_into(
-    y: Tensor, library: ctypes.CDLL, weight: Tensor, scales: Tensor, zeros: Tensor | None,
-    *, bits: int, group_size: int, column: int,
-) -> None:  # fmt: skip
-    """Fill contiguous y [in, width] with columns of the transposed weight, from `column`, a multiple of 16, on."""
-    in_features, width = y.shape
-    call = _call(y, y, weight, scales, zeros, None, 1, width, in_features, group_size)
-    library.transposed(ctypes.byref(call), bits, column, width)
+def transpose_into(y: Tensor, library: ctypes.CDLL, matrix: Matrix, *, column: int) -> None:
+    """Fill contiguous y [in, width], of the matrix's dtype, with columns of the transposed weight, from `column`, a
+    multiple of 16, on."""
+    threads = torch.get_num_threads() if y.numel() >= SMALL else 1
+    library.transposed(matrix.address, y.data_ptr(), column, y.shape[1], threads)

@@ -42,7 +42,7 @@ for _name, _schema in SCHEMAS.items():
 # ---------------------------------------------------------------------------------------------------- CPU
 
 
-def _checked(
+def checked(
     x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, out_features: int
 ) -> int:
     """The group size in whole words; ValueError for what would be read out of bounds."""
@@ -91,10 +91,12 @@ def _cpu_linear(
     x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
     bits: int, group_size: int, out_features: int, integers: bool,
 ) -> Tensor:  # fmt: skip
+    in_features = x.shape[-1] if x.dim() else 0
+    if in_features == 0:
+        raise ValueError(f"x is {list(x.shape)}; it has no inputs")
     stock = weight.dtype == torch.uint8
-    check = _checked_int4pack if stock else _checked
+    check = _checked_int4pack if stock else checked
     group = check(x, weight, scales, zeros, bits, group_size, out_features)
-    in_features = x.shape[-1]
     if bias is not None:
         if tuple(bias.shape) != (out_features,):
             raise ValueError(f"bias is {list(bias.shape)}; expected {[out_features]}")
@@ -106,12 +108,18 @@ def _cpu_linear(
         y = int4pack.linear(flat, *packed, bias, out_features=out_features)
     elif stock or library is None:
         y = _without_library(flat, *packed, bias, bits, group, out_features, integers)
-    elif not integers and len(flat) >= TOKENS_FOR_MATMUL and x.dtype == torch.bfloat16 and native.multiplies_bfloat16():
-        y = _matmul(library, flat, *packed, bias, bits, group, out_features)
     else:
-        y = native.linear(
-            library, flat, *packed, bias, bits=bits, group_size=group, out_features=out_features, integers=integers
-        )
+        sizes = native.Sizes(bits, out_features, in_features, group)
+        matrix = native.Matrix(*packed, bias, x.dtype, sizes, integers=integers)
+        if (
+            not integers
+            and len(flat) >= TOKENS_FOR_MATMUL
+            and x.dtype == torch.bfloat16
+            and native.multiplies_bfloat16()
+        ):
+            y = _matmul(library, matrix, flat)
+        else:
+            y = native.linear(library, matrix, flat)
     return y.view(*x.shape[:-1], out_features)
 
 
@@ -140,20 +148,18 @@ def _plain(
     return panels.dequantize(weight, scales, zeros, **sizes)
 
 
-def _matmul(
-    library: Any, x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
-    bits: int, group: int, out_features: int,
-) -> Tensor:  # fmt: skip
+def _matmul(library: Any, matrix: native.Matrix, x: Tensor) -> Tensor:
     """Many tokens of bfloat16: some columns of the weight after others, rounded to bfloat16, by torch's own product."""
+    in_features, out_features = matrix.in_features, matrix.out_features
     y = x.new_empty(len(x), out_features)
-    step = max(1, MATMUL_ELEMENTS // x.shape[1] // panels.ROWS) * panels.ROWS
-    buffer = x.new_empty(min(step, out_features) * x.shape[1])
+    step = max(1, MATMUL_ELEMENTS // in_features // panels.ROWS) * panels.ROWS
+    buffer = x.new_empty(min(step, out_features) * in_features)
     for column in range(0, out_features, step):
         width = min(step, out_features - column)
-        some = buffer[: width * x.shape[1]].view(x.shape[1], width)
-        native.transpose_into(some, library, weight, scales, zeros, bits=bits, group_size=group, column=column)
+        some = buffer[: width * in_features].view(in_features, width)
+        native.transpose_into(some, library, matrix, column=column)
         torch.matmul(x, some, out=y) if width == out_features else y[:, column : column + width].copy_(x @ some)
-    return y if bias is None else y.add_(bias)
+    return y if matrix.bias is None else y.add_(matrix.bias)
 
 
 def _w4a16_cpu(
@@ -184,14 +190,15 @@ def _transposed_cpu(
 ) -> Tensor:  # fmt: skip
     shape = torch.empty(0, in_features, dtype=dtype)
     stock = weight.dtype == torch.uint8
-    check = _checked_int4pack if stock else _checked
+    check = _checked_int4pack if stock else checked
     group = check(shape, weight, scales, zeros, bits, group_size, out_features)
     packed = (weight.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous())
     library = native.status().library
     if stock or library is None:
         return _plain(*packed, bits, group, out_features, in_features).t().to(dtype).contiguous()
     y = torch.empty(in_features, out_features, dtype=dtype)
-    native.transpose_into(y, library, *packed, bits=bits, group_size=group, column=0)
+    matrix = native.Matrix(*packed, None, dtype, native.Sizes(bits, out_features, in_features, group))
+    native.transpose_into(y, library, matrix, column=0)
     return y
 
 

@@ -1,7 +1,7 @@
 /* Linear layers on packed 4-bit and 8-bit weights, for one output: y[m, n] = sum_k w[n, k] x[m, k] + bias[n].
 
    One source for every processor: GCC's vector extensions, as wide as the flags allow, and intrinsics only where integer
-   dot products have an instruction. Plain C: no OpenMP, no torch; the caller lends its thread pool (see `struct call`).
+   dot products have an instruction. Plain C: no OpenMP, no torch; the caller lends its thread pool (`struct matrix`).
 
    Layout (quantforge/kernels/panels.py): a panel is 16 output rows. Of each panel, word after word along k, 16 words of 32
    bits lie side by side, one a row. A word holds 8 codes of 4 bits (k = 0 4 1 5 2 6 3 7 from the lowest bits up) or 4 codes
@@ -50,21 +50,23 @@ enum { FLOAT32, BFLOAT16, FLOAT16 };
 
 typedef void (*pool)(void (*)(void *), void *, unsigned, unsigned); /* GOMP_parallel */
 
-struct call {
-    const void *x;         /* [tokens][in_features] of x_type */
+struct matrix {
     const uint32_t *words; /* [panels][words of a row][16] */
     const void *scales;    /* [panels][groups][16] of scale_type */
     const uint8_t *zeros;  /* [panels][groups][16], or NULL: the middle code */
     const void *bias;      /* [out_features] of x_type, or NULL */
-    void *y;               /* [tokens][out_features] of x_type */
-    int64_t tokens, out_features, in_features, group_size, x_type, scale_type, threads;
-    pool parallel;         /* NULL: threads are started for the call */
+    pool parallel;         /* NULL: threads are started for each call */
+    int64_t bits, out_features, in_features, group_size; /* bits: 4 or 8; group_size: in whole words */
+    int64_t scale_type, x_type, integers;                /* integers: x is rounded to 8 bits */
 };
 
 struct piece { int64_t from, to, group; }; /* a run of k inside a group */
 
 struct work {
-    const struct call *c;
+    const struct matrix *w;
+    const void *in;                    /* [tokens][in_features] of x_type */
+    void *y;                           /* [tokens][out_features] of x_type; transposed: [in_features][width] */
+    int64_t threads;
     int bits, digits, block;           /* digits: of an activation, 0 while it is a float; block: tokens in it */
     int64_t padded, groups, first;     /* k in whole words; scales of a row; first token of the block */
     struct piece *pieces;
@@ -118,11 +120,11 @@ INLINE void store_number(void *p, int64_t i, float f, int64_t type) {
     else ((uint16_t *)p)[i] = type == BFLOAT16 ? to_bfloat16(f) : to_float16(f);
 }
 
-INLINE vf load_scales(const struct call *c, int64_t at) {
+INLINE vf load_scales(const struct matrix *w, int64_t at) {
     vf f;
-    if (c->scale_type == FLOAT32) { memcpy(&f, (const float *)c->scales + at, sizeof f); return f; }
-    vh h; memcpy(&h, (const uint16_t *)c->scales + at, sizeof h);
-    if (c->scale_type == BFLOAT16) { vu u = __builtin_convertvector(h, vu) << 16; memcpy(&f, &u, sizeof f); return f; }
+    if (w->scale_type == FLOAT32) { memcpy(&f, (const float *)w->scales + at, sizeof f); return f; }
+    vh h; memcpy(&h, (const uint16_t *)w->scales + at, sizeof h);
+    if (w->scale_type == BFLOAT16) { vu u = __builtin_convertvector(h, vu) << 16; memcpy(&f, &u, sizeof f); return f; }
 #if defined(__AVX512BW__)
     return (vf)_mm512_cvtph_ps((__m256i)h);
 #elif defined(__F16C__)
@@ -134,8 +136,8 @@ INLINE vf load_scales(const struct call *c, int64_t at) {
 }
 
 INLINE vi load_zeros(const struct work *k, int64_t at) {
-    if (k->c->zeros == NULL) return (vi){} + (1 << (k->bits - 1));
-    vb b; memcpy(&b, k->c->zeros + at, sizeof b);
+    if (k->w->zeros == NULL) return (vi){} + (1 << (k->bits - 1));
+    vb b; memcpy(&b, k->w->zeros + at, sizeof b);
     return __builtin_convertvector(b, vi);
 }
 
@@ -159,7 +161,7 @@ INLINE float power(int bits, int i) { return i == 32 / bits - 1 ? 1.0f : 1.0f / 
 /* Up to 4 tokens at once, straight from the words. */
 INLINE void direct(struct work *k, const int bits, const int tokens, int64_t panel, int token, vf out[][PARTS]) {
     const int codes = 32 / bits, chains = tokens == 1 ? 4 : tokens == 2 ? 2 : 1;
-    const uint32_t *words = k->c->words + panel * ROWS * (k->padded / codes);
+    const uint32_t *words = k->w->words + panel * ROWS * (k->padded / codes);
     const float *x = k->x + token * k->padded;
     for (int m = 0; m < tokens; m++) for (int p = 0; p < PARTS; p++) out[m][p] = (vf){};
     for (int64_t n = 0; n < k->count; n++) {
@@ -176,7 +178,7 @@ INLINE void direct(struct work *k, const int bits, const int tokens, int64_t pan
                 }
             }
             int64_t corner = (panel * k->groups + g) * ROWS + p * LANES;
-            vf scale = load_scales(k->c, corner), zero = __builtin_convertvector(load_zeros(k, corner), vf);
+            vf scale = load_scales(k->w, corner), zero = __builtin_convertvector(load_zeros(k, corner), vf);
             for (int m = 0; m < tokens; m++) {
                 vf s = sum[m][0];
                 for (int j = 1; j < chains; j++) s += sum[m][j];
@@ -189,13 +191,13 @@ INLINE void direct(struct work *k, const int bits, const int tokens, int64_t pan
 /* (code - zero) * scale of k from..to of a panel, [to - from][16]; the codes are whole, so only the product rounds. */
 INLINE void decode(struct work *k, const int bits, int64_t panel, int64_t from, int64_t to, float *out) {
     const int codes = 32 / bits;
-    const uint32_t *words = k->c->words + panel * ROWS * (k->padded / codes);
+    const uint32_t *words = k->w->words + panel * ROWS * (k->padded / codes);
     while (from < to) {
-        int64_t g = from / k->c->group_size, end = (g + 1) * k->c->group_size;
+        int64_t g = from / k->w->group_size, end = (g + 1) * k->w->group_size;
         if (end > to) end = to;
         for (int p = 0; p < PARTS; p++) {
             int64_t corner = (panel * k->groups + g) * ROWS + p * LANES;
-            vf scale = load_scales(k->c, corner);
+            vf scale = load_scales(k->w, corner);
             vi zero = load_zeros(k, corner);
             for (int64_t at = from; at < end; at += codes) {
                 vu v = load_words(words + at / codes * ROWS + p * LANES);
@@ -233,14 +235,14 @@ INLINE void multiply(struct work *k, const int tokens, int token, int64_t from, 
 #endif
 
 static void store_rows(struct work *k, int64_t panel, vf sums[][PARTS]) {
-    const struct call *c = k->c;
-    int64_t left = c->out_features - panel * ROWS, rows = left < ROWS ? left : ROWS;
+    const struct matrix *w = k->w;
+    int64_t left = w->out_features - panel * ROWS, rows = left < ROWS ? left : ROWS;
     for (int m = 0; m < k->block; m++) {
         float values[ROWS];
         memcpy(values, sums[m], sizeof values);
         for (int64_t r = 0; r < rows; r++) {
-            float bias = c->bias == NULL ? 0.0f : load_number(c->bias, panel * ROWS + r, c->x_type);
-            store_number(c->y, (k->first + m) * c->out_features + panel * ROWS + r, values[r] + bias, c->x_type);
+            float bias = w->bias == NULL ? 0.0f : load_number(w->bias, panel * ROWS + r, w->x_type);
+            store_number(k->y, (k->first + m) * w->out_features + panel * ROWS + r, values[r] + bias, w->x_type);
         }
     }
 }
@@ -272,24 +274,23 @@ static void float_panel8(struct work *k, int64_t panel) { float_panel(k, 8, pane
 
 /* y is [in_features][width]: columns `column` .. `column + width` of the transposed weight, of x_type. */
 INLINE void transposed_panel(struct work *k, const int bits, int64_t panel) {
-    const struct call *c = k->c;
     float decoded[CHUNK * ROWS] __attribute__((aligned(64)));
     int64_t left = k->width - (panel * ROWS - k->column), rows = left < ROWS ? left : ROWS;
     for (int64_t from = 0; from < k->padded; from += CHUNK) {
         int64_t to = from + CHUNK < k->padded ? from + CHUNK : k->padded;
         decode(k, bits, panel, from, to, decoded);
-        for (int64_t at = from; at < to && at < c->in_features; at++) {
+        for (int64_t at = from; at < to && at < k->w->in_features; at++) {
             const float *row = decoded + (at - from) * ROWS;
             int64_t where = at * k->width + panel * ROWS - k->column;
-            if (c->x_type == FLOAT32) { memcpy((float *)c->y + where, row, 4 * rows); continue; }
+            if (k->w->x_type == FLOAT32) { memcpy((float *)k->y + where, row, 4 * rows); continue; }
             uint16_t stored[ROWS];
-            if (c->x_type == BFLOAT16) for (int r = 0; r < ROWS; r++) { /* finite: no branch, so that it is vectorized */
+            if (k->w->x_type == BFLOAT16) for (int r = 0; r < ROWS; r++) { /* finite: no branch, so that it is vectorized */
                 uint32_t u; memcpy(&u, row + r, 4);
                 stored[r] = (uint16_t)((u + 0x7fff + (u >> 16 & 1)) >> 16);
             }
             else for (int r = 0; r < ROWS; r++) stored[r] = to_float16(row[r]);
-            if (rows == ROWS) memcpy((uint16_t *)c->y + where, stored, sizeof stored); /* of known size: one store */
-            else memcpy((uint16_t *)c->y + where, stored, 2 * rows);
+            if (rows == ROWS) memcpy((uint16_t *)k->y + where, stored, sizeof stored); /* of known size: one store */
+            else memcpy((uint16_t *)k->y + where, stored, 2 * rows);
         }
     }
 }
@@ -366,11 +367,11 @@ INLINE void dots(struct work *k, const int bits, const int digits, const int tok
 }
 
 INLINE void integer(struct work *k, const int bits, const int digits, const int tokens, int64_t panel, int token, vf out[][PARTS]) {
-    const uint32_t *words = k->c->words + panel * ROWS * (k->padded / (32 / bits));
+    const uint32_t *words = k->w->words + panel * ROWS * (k->padded / (32 / bits));
     for (int m = 0; m < tokens; m++) for (int p = 0; p < PARTS; p++) out[token + m][p] = (vf){};
     for (int64_t n = 0; n < k->count; n++) for (int p = 0; p < PARTS; p++) {
         int64_t corner = (panel * k->groups + k->pieces[n].group) * ROWS + p * LANES;
-        vf scale = load_scales(k->c, corner);
+        vf scale = load_scales(k->w, corner);
         vi zero = load_zeros(k, corner), sums[8][DIGITS];
         for (int m = 0; m < tokens; m++) for (int d = 0; d < digits; d++) sums[m][d] = (vi){};
         dots(k, bits, digits, tokens, words + p * LANES, token, k->pieces[n].from, k->pieces[n].to, sums);
@@ -404,11 +405,10 @@ static void digits_panel8(struct work *k, int64_t panel) { integer_panel(k, 8, D
 
 /* One token as floats, padded with zeros. */
 static void load_token(const struct work *k, int64_t token, float *out) {
-    const struct call *c = k->c;
-    int64_t row = token * c->in_features, n = c->in_features;
-    if (c->x_type == FLOAT32) memcpy(out, (const float *)c->x + row, 4 * n);
-    else if (c->x_type == BFLOAT16) for (int64_t i = 0; i < n; i++) out[i] = from_bfloat16(((const uint16_t *)c->x)[row + i]);
-    else for (int64_t i = 0; i < n; i++) out[i] = from_float16(((const uint16_t *)c->x)[row + i]);
+    int64_t n = k->w->in_features, row = token * n;
+    if (k->w->x_type == FLOAT32) memcpy(out, (const float *)k->in + row, 4 * n);
+    else if (k->w->x_type == BFLOAT16) for (int64_t i = 0; i < n; i++) out[i] = from_bfloat16(((const uint16_t *)k->in)[row + i]);
+    else for (int64_t i = 0; i < n; i++) out[i] = from_float16(((const uint16_t *)k->in)[row + i]);
     for (int64_t i = n; i < k->padded; i++) out[i] = 0.0f;
 }
 
@@ -498,11 +498,11 @@ static void worker(void *data) {
 static void *thread_main(void *data) { worker(data); return NULL; }
 
 static void run(struct work *k) {
-    int64_t threads = k->c->threads < k->panels ? k->c->threads : k->panels;
+    int64_t threads = k->threads < k->panels ? k->threads : k->panels;
     k->next = 0;
     k->shares = threads > 1 ? (k->panels < SHARES * threads ? k->panels : SHARES * threads) : 1;
     if (threads <= 1) worker(k);
-    else if (k->c->parallel != NULL) k->c->parallel(worker, k, (unsigned)threads, 0);
+    else if (k->w->parallel != NULL) k->w->parallel(worker, k, (unsigned)threads, 0);
     else {
         pthread_t others[64];
         int64_t started = 0;
@@ -514,12 +514,12 @@ static void run(struct work *k) {
 
 /* ------------------------------------------------------------------------------------------------ entry points */
 
-static struct work begin(const struct call *c, int bits) {
-    const int codes = 32 / bits;
-    struct work k = {.c = c, .bits = bits};
-    k.padded = (c->in_features + codes - 1) / codes * codes;
-    k.groups = (c->in_features + c->group_size - 1) / c->group_size;
-    k.panels = (c->out_features + ROWS - 1) / ROWS;
+static struct work begin(const struct matrix *w, const void *x, void *y, int64_t threads) {
+    const int codes = 32 / (int)w->bits;
+    struct work k = {.w = w, .in = x, .y = y, .threads = threads, .bits = (int)w->bits};
+    k.padded = (w->in_features + codes - 1) / codes * codes;
+    k.groups = (w->in_features + w->group_size - 1) / w->group_size;
+    k.panels = (w->out_features + ROWS - 1) / ROWS;
     return k;
 }
 
@@ -527,7 +527,7 @@ static struct work begin(const struct call *c, int bits) {
 static int64_t cut(const struct work *k, int64_t longest, struct piece *pieces) {
     int64_t count = 0;
     for (int64_t from = 0, to; from < k->padded; from = to, count++) {
-        int64_t group = from / k->c->group_size, end = (group + 1) * k->c->group_size;
+        int64_t group = from / k->w->group_size, end = (group + 1) * k->w->group_size;
         to = from + longest < end ? from + longest : end;
         if (to > k->padded) to = k->padded;
         if (pieces != NULL) pieces[count] = (struct piece){from, to, group};
@@ -535,12 +535,13 @@ static int64_t cut(const struct work *k, int64_t longest, struct piece *pieces) 
     return count;
 }
 
-/* 0, or -1 when memory is short. `bits` is 4 or 8; `integers`: x is rounded to 8 bits. */
-int linear(const struct call *c, int bits, int integers) {
-    struct work k = begin(c, bits);
-    const int64_t most = c->tokens < BLOCK ? c->tokens : BLOCK;
-    k.digits = integers ? 1 : AS_DIGITS(bits, most) ? DIGITS : 0;
-    const int64_t longest = integers && bits == 8 ? LONGEST : CHUNK;
+/* y [tokens][out_features] = x [tokens][in_features] times w, + bias; 0, or -1 when memory is short. */
+int linear(const struct matrix *w, const void *x, void *y, int64_t tokens, int64_t threads) {
+    struct work k = begin(w, x, y, threads);
+    const int bits = k.bits;
+    const int64_t most = tokens < BLOCK ? tokens : BLOCK;
+    k.digits = w->integers ? 1 : AS_DIGITS(bits, most) ? DIGITS : 0;
+    const int64_t longest = w->integers && bits == 8 ? LONGEST : CHUNK;
     k.count = cut(&k, longest, NULL);
     const int64_t floats = k.digits ? k.padded : most * k.padded, corners = most * k.count;
     char *memory = malloc(k.count * sizeof(struct piece) + 4 * floats + 8 * corners + k.digits * most * k.padded + 64);
@@ -551,8 +552,8 @@ int linear(const struct call *c, int bits, int integers) {
     k.sums = k.x + floats;
     k.steps = k.sums + corners;
     k.xq = (int8_t *)(k.steps + corners);
-    for (k.first = 0; k.first < c->tokens; k.first += k.block) {
-        k.block = c->tokens - k.first < BLOCK ? (int)(c->tokens - k.first) : BLOCK;
+    for (k.first = 0; k.first < tokens; k.first += k.block) {
+        k.block = tokens - k.first < BLOCK ? (int)(tokens - k.first) : BLOCK;
         if (k.digits) prepare_integers(&k);
         else prepare_floats(&k, k.block <= 4);
         if (k.digits == DIGITS) k.panel = bits == 4 ? digits_panel4 : digits_panel8;
@@ -565,14 +566,13 @@ int linear(const struct call *c, int bits, int integers) {
 }
 
 /* y [in_features][width] = columns `column` .. + `width` of the transposed weight, of x_type; `column` is a multiple of 16. */
-int transposed(const struct call *c, int bits, int64_t column, int64_t width) {
-    struct work k = begin(c, bits);
+void transposed(const struct matrix *w, void *y, int64_t column, int64_t width, int64_t threads) {
+    struct work k = begin(w, NULL, y, threads);
     k.column = column;
     k.width = width;
     k.panels = (width + ROWS - 1) / ROWS;
-    k.panel = bits == 4 ? transposed_panel4 : transposed_panel8;
+    k.panel = k.bits == 4 ? transposed_panel4 : transposed_panel8;
     run(&k);
-    return 0;
 }
 
 /* Whether this processor has all that the flags of this file let the compiler use. The two that compilers do not agree to
