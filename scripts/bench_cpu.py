@@ -4,17 +4,18 @@
     python scripts/bench_cpu.py make ./llama-1b-w4g64        # a synthetic Llama of the 1B class, 4 bits, group 64
     python scripts/bench_cpu.py memory ./llama-1b-w4g64      # peak memory of loading it and decoding, against its files
 
-Each contender is a process of its own that loads once and then decodes a token whenever it is asked to, in turn with
-the others, so that whatever else the machine does hits all alike. The least time of each counts. On a machine that is
-busy with other things, `--clock cpu --threads 1` counts processor time instead. GPTQModel runs in an environment of its
-own, in bfloat16, as its CPU kernels want it.
+Each contender is a process of its own that loads once and then decodes a token whenever it is asked to. They take turns
+of some tokens, in an order that is drawn anew each round, so that whatever else the machine does hits all alike; the
+first token of a turn does not count, for it finds the caches and the waiting threads of another. The least time of each
+counts. On a machine that is busy with other things, `--clock cpu --threads 1` counts processor time instead. GPTQModel
+runs in an environment of its own, in bfloat16, as its CPU kernels want it.
 """
 
 import argparse
 import inspect
 import json
 import os
-import platform
+import random
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,8 @@ LLAMA_1B = {
     "tie_word_embeddings": False,
 }
 PROMPT = 16
+TURN = 4
+"""Tokens that a contender decodes before it is the next one's turn."""
 CONTENDERS = "packed-bfloat16 packed-float32 packed_a8-float32 dense-bfloat16 dense-float32 gptqmodel".split()
 
 
@@ -126,10 +129,14 @@ def run(
     models: list[str], kinds: list[str], python: str | None, rounds: int, threads: int, clock: str
 ) -> dict[str, Any]:
     """Every dense model, and GPTQModel, one at a time beside all packed ones: memory holds no more at once."""
+    import torch
+
+    from quantforge.runtime.bench import machine
+
     packed = [kind for kind in kinds if kind.startswith("packed")]
     others = [kind for kind in kinds if kind not in packed]
     results: dict[str, Any] = {
-        "machine": platform.processor() or platform.machine(),
+        "machine": machine(torch.device("cpu")),
         "threads": threads,
         "clock": clock,
         "models": {},
@@ -164,9 +171,11 @@ def run(
 def _in_turn(running: "dict[str, subprocess.Popen[str]]", rounds: int) -> dict[str, float]:
     """The least seconds of a token of each."""
     least = dict.fromkeys(running, float("inf"))
+    order = random.Random(0)
     for _ in range(rounds):
-        for kind, process in running.items():
-            least[kind] = min(least[kind], _ask(process))
+        for kind in order.sample(list(running), len(running)):
+            times = [_ask(running[kind]) for _ in range(TURN)]
+            least[kind] = min(least[kind], *times[1:])
     return least
 
 

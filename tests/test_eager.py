@@ -232,7 +232,7 @@ def test_without_a_library_it_is_the_operator(monkeypatch: pytest.MonkeyPatch) -
 
 def test_torch_is_one_whose_keys_are_known() -> None:
     """Else every call would take the long way, silently."""
-    assert eager.QUIET and eager.PLAIN and eager.unobserved(torch.randn(1, 3))
+    assert eager.KNOWN and eager.unobserved(torch.randn(1, 3))
     with torch.inference_mode():
         assert eager.unobserved(torch.randn(1, 3))
     assert not eager.unobserved(torch.randn(1, 3).to_sparse())

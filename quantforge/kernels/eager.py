@@ -40,13 +40,23 @@ PLAIN = _key_sets(("CPU", "AutocastCPU", "ADInplaceOrView", "AutogradCPU"), ("CP
 """Those of an ordinary tensor on the CPU; the second of one made in inference mode."""
 
 
+KNOWN = (
+    bool(QUIET and PLAIN)
+    and hasattr(torch._C, "_dispatch_tls_local_include_set")
+    and hasattr(torch._C, "_dispatch_keys")
+    and hasattr(profiler, "_is_profiler_enabled")
+)
+"""Whether this torch can be asked. Else every call takes the operator's way."""
+
+
 def unobserved(x: Tensor) -> bool:
     """Whether all that an operator would do with `x` now is the CPU's arithmetic.
 
     Subclasses, wrapped and lazily negated tensors have keys of their own. Compilers read False here.
     """
     return (
-        not torch.compiler.is_compiling()
+        KNOWN
+        and not torch.compiler.is_compiling()
         and torch._C._dispatch_tls_local_include_set().raw_repr() in QUIET
         and torch._C._dispatch_keys(x).raw_repr() in PLAIN
         and not x.requires_grad

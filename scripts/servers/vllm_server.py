@@ -17,8 +17,8 @@ Where VENV has quantforge as well, vLLM loads its plug-in, and the row is one of
 `--runtime` also continues the prompts with our own runtime (`quantforge.load`) in the same dtype, and the row tells how
 many of the server's tokens came out the same before the first that did not.
 
-vLLM loads another library on a processor without AVX-512, and the row says "AVX2". `--avx2-only` has the server take any
-processor for such a one. Where it has AVX-512 that is a simulation, and the row says so; else it changes nothing.
+vLLM loads another library on a processor without AVX-512, and the row says "AVX2". `--avx2-only` has the server take
+any processor for such a one. Where it has AVX-512 that is a simulation, and the row says so.
 """
 
 import argparse
