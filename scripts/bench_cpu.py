@@ -3,6 +3,7 @@
     python scripts/bench_cpu.py run --model ./SmolLM2-135M-w4g64-gptq --gptqmodel-python ./gptqmodel/bin/python
     python scripts/bench_cpu.py make ./llama-1b-w4g64        # a synthetic Llama of the 1B class, 4 bits, group 64
     python scripts/bench_cpu.py memory ./llama-1b-w4g64      # peak memory of loading it and decoding, against its files
+    python scripts/bench_cpu.py layer                        # one layer of 4096 x 4096, against reading its codes
 
 Each contender is a process of its own that loads once and then decodes a token whenever it is asked to. They take turns
 of some tokens, in an order that is drawn anew each round, so that whatever else the machine does hits all alike; the
@@ -229,6 +230,54 @@ def memory(model: str) -> dict[str, Any]:
     }
 
 
+def layer(threads: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of layers of 4096 x 4096, 4 bits asymmetric, group 64, one token: each level that runs here.
+
+    Eight layers take turns, so that codes come from memory; `read` is what torch needs to add up the codes of one.
+    """
+    import torch
+
+    from quantforge.kernels import native
+    from quantforge.kernels.linear import Grid, PackedLinear
+    from quantforge.runtime.bench import machine
+
+    torch.set_num_threads(threads)
+    size, groups = 4096, 64
+    found: dict[str, Any] = {"machine": machine(torch.device("cpu")), "threads": threads}
+    codes = torch.randint(0, 16, (size, size), dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (size, groups), dtype=torch.uint8)
+    grid = Grid(codes, torch.rand(size, groups).half(), zeros, torch.arange(size) // (size // groups))
+    x = torch.randn(1, size, dtype=torch.bfloat16)
+
+    def least(calls: list[Any]) -> float:
+        times = []
+        for _ in range(rounds):
+            for call in calls:
+                began = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - began)
+        return round(min(times) * 1e3, 3)
+
+    for level in native.LEVELS:
+        try:
+            library = native.load(level)
+        except RuntimeError:
+            continue
+        if not library.supported():
+            continue
+        status = native.Status(level, "", library)
+        native.status = lambda chosen=status: chosen  # type: ignore[assignment]
+        for activations in ("float", "int8-group"):
+            layers = [PackedLinear(size, size, bits=4, activations=activations) for _ in range(8)]
+            for each in layers:
+                each.fill(grid)
+            with torch.inference_mode():
+                found[f"{level}, {activations}"] = least([lambda each=each: each(x) for each in layers])
+                words = [each.weight.view(torch.int64) for each in layers if each.weight is not None]
+                found["read"] = min(found.get("read", 1e9), least([lambda w=w: torch.sum(w) for w in words]))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
@@ -247,6 +296,9 @@ def main() -> None:
     one.add_argument("model")
     one.add_argument("--threads", type=int, required=True)
     one.add_argument("--clock", required=True)
+    alone = verbs.add_parser("layer")
+    alone.add_argument("--threads", type=int, default=1)
+    alone.add_argument("--rounds", type=int, default=40)
     remembering = verbs.add_parser("memory")
     remembering.add_argument("model")
     chosen = parser.parse_args()
@@ -256,6 +308,8 @@ def main() -> None:
         contender(chosen.kind, chosen.model, chosen.threads, chosen.clock)
     elif chosen.verb == "memory":
         print(json.dumps(memory(chosen.model), indent=2))
+    elif chosen.verb == "layer":
+        print(json.dumps(layer(chosen.threads, chosen.rounds), indent=2))
     else:
         kinds = [kind for kind in chosen.contenders.split(",") if kind != "gptqmodel" or chosen.gptqmodel_python]
         found = run(chosen.model, kinds, chosen.gptqmodel_python, chosen.rounds, chosen.threads, chosen.clock)

@@ -224,7 +224,7 @@ class PackedLinear(nn.Module):
     def _at_once(self, x: Tensor) -> Tensor | None:
         """The same for a few tokens on the CPU, past the dispatcher; None for what needs an operator."""
         count = self.in_features
-        if self.layout != "panels" or x.shape[-1:] != (count,) or not 0 < x.numel() <= MOST_TOKENS * count:
+        if self.layout != "panels" or not 0 < x.numel() <= MOST_TOKENS * count or x.shape[-1:] != (count,):
             return None
         if (order := self._buffers["input_order"]) is not None:
             x = x.index_select(-1, order)

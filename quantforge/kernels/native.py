@@ -242,7 +242,9 @@ def multiplies_bfloat16() -> bool:
 
 def linear(library: ctypes.CDLL, matrix: Matrix, x: Tensor) -> Tensor:
     """``x @ w.T + bias`` [..., out] for contiguous x [..., in] of the matrix's dtype."""
-    y = x.new_empty((*x.shape[:-1], matrix.out_features))
+    shape = list(x.shape)
+    shape[-1] = matrix.out_features
+    y = x.new_empty(shape)
     tokens = x.numel() // matrix.in_features
     threads = torch.get_num_threads() if tokens * matrix.elements >= SMALL else 1
     if library.linear(matrix.address, x.data_ptr(), y.data_ptr(), tokens, threads):

@@ -137,8 +137,14 @@ INLINE vf load_scales(const struct matrix *w, int64_t at) {
 
 INLINE vi load_zeros(const struct work *k, int64_t at) {
     if (k->w->zeros == NULL) return (vi){} + (1 << (k->bits - 1));
+#if defined(__AVX512BW__)
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(k->w->zeros + at)));
+#elif defined(__AVX2__) /* compilers take the general way apart */
+    return (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(k->w->zeros + at)));
+#else
     vb b; memcpy(&b, k->w->zeros + at, sizeof b);
     return __builtin_convertvector(b, vi);
+#endif
 }
 
 INLINE vu load_words(const uint32_t *p) { vu v; __builtin_prefetch(p + AHEAD); memcpy(&v, p, sizeof v); return v; }
@@ -327,63 +333,90 @@ INLINE vi dot4(vi sum, vu w, const int8_t *x) {
 #define LOW(v) ((v) & 0x0f0f0f0f)
 #define HIGH(v) ((v) >> 4 & 0x0f0f0f0f)
 
-/* sums[m][d] += codes of k from..to times digit d of token m. */
+#if LANES == 8 && !FAST_BYTES
+/* Keeps the compiler from adding up later what it then has no registers for. */
+INLINE vi in_order(vi v) { __asm__("" : "+x"(v)); return v; }
+
+/* sums[p][m][d] += codes of 4 bits times digit d of token m, 32 of k at a time; returns where the rest begins. Sums of 8 times
+   two products fit 16 bits: 16 * 15 * 128 < 2^15. */
+INLINE int64_t nibbles(struct work *k, const int digits, const int tokens, const uint32_t *words, int token, int64_t at,
+                       int64_t to, vi sums[][8][DIGITS]) {
+    const int together = tokens == 1 ? PARTS : 1; /* parts that share what is loaded of x */
+    const int64_t plane = (int64_t)k->block * k->padded;
+    const int8_t *x = k->xq + token * k->padded;
+    for (; at + 32 <= to; at += 32) for (int q = 0; q < PARTS; q += together) for (int m = 0; m < tokens; m++) {
+        vi pairs[PARTS][DIGITS];
+#pragma GCC unroll 4
+        for (int w = 0; w < 4; w++) {
+            vu v[PARTS];
+            const uint32_t *from = words + (at / 8 + w) * ROWS + q * LANES;
+            __builtin_prefetch(from + AHEAD); /* all parts lie in one line of the cache */
+            for (int p = 0; p < together; p++) memcpy(&v[p], from + p * LANES, sizeof v[p]);
+            for (int half = 0; half < 2; half++) for (int d = 0; d < digits; d++) {
+                const __m256i four = _mm256_set1_epi32(load4(x + d * plane + m * k->padded + at + 8 * w + 4 * half));
+                for (int p = 0; p < together; p++) {
+                    vi two = (vi)_mm256_maddubs_epi16((__m256i)(half ? HIGH(v[p]) : LOW(v[p])), four);
+                    pairs[p][d] = w + half == 0 ? two : in_order((vi)_mm256_add_epi16((__m256i)pairs[p][d], (__m256i)two));
+                }
+            }
+        }
+        for (int p = 0; p < together; p++) for (int d = 0; d < digits; d++)
+            sums[q + p][m][d] += (vi)_mm256_madd_epi16((__m256i)pairs[p][d], _mm256_set1_epi16(1));
+    }
+    return at;
+}
+#endif
+
+/* sums[p][m][d] += codes of k from..to times digit d of token m. */
 INLINE void dots(struct work *k, const int bits, const int digits, const int tokens, const uint32_t *words, int token,
-                 int64_t from, int64_t to, vi sums[][DIGITS]) {
+                 int64_t from, int64_t to, vi sums[][8][DIGITS]) {
     const int codes = 32 / bits;
     const int64_t plane = (int64_t)k->block * k->padded;
     const int8_t *x = k->xq + token * k->padded;
-    int64_t at = from;
 #if LANES == 8 && !FAST_BYTES
-    if (bits == 4) for (; at + 32 <= to; at += 32) { /* sums of 8 times two products fit 16 bits: 16 * 15 * 128 < 2^15 */
-        __m256i pairs[8][DIGITS];
-        for (int w = 0; w < 4; w++) {
-            vu v = load_words(words + (at / 8 + w) * ROWS);
+    if (bits == 4 && (from = nibbles(k, digits, tokens, words, token, from, to, sums)) == to) return;
+#endif
+#pragma GCC unroll 2
+    for (int p = 0; p < PARTS; p++) {
+        vi own[8][DIGITS], more[8][DIGITS]; /* two chains where there are few; in registers */
+        for (int m = 0; m < tokens; m++) for (int d = 0; d < digits; d++) { own[m][d] = sums[p][m][d]; more[m][d] = (vi){}; }
+        for (int64_t at = from; at < to; at += codes) {
+            vu v = load_words(words + at / codes * ROWS + p * LANES);
             for (int m = 0; m < tokens; m++) for (int d = 0; d < digits; d++) {
-                const int8_t *xm = x + d * plane + m * k->padded + at + 8 * w;
-                __m256i low = _mm256_maddubs_epi16((__m256i)LOW(v), _mm256_set1_epi32(load4(xm)));
-                __m256i high = _mm256_maddubs_epi16((__m256i)HIGH(v), _mm256_set1_epi32(load4(xm + 4)));
-                pairs[m][d] = w == 0 ? low : _mm256_add_epi16(pairs[m][d], low);
-                pairs[m][d] = _mm256_add_epi16(pairs[m][d], high);
+                const int8_t *xm = x + d * plane + m * k->padded + at;
+                if (bits == 8) { own[m][d] = dot4(own[m][d], v, xm); continue; }
+                own[m][d] = dot4(own[m][d], LOW(v), xm);
+                if (tokens <= 2) more[m][d] = dot4(more[m][d], HIGH(v), xm + 4);
+                else own[m][d] = dot4(own[m][d], HIGH(v), xm + 4);
             }
         }
-        for (int m = 0; m < tokens; m++) for (int d = 0; d < digits; d++)
-            sums[m][d] += (vi)_mm256_madd_epi16(pairs[m][d], _mm256_set1_epi16(1));
+        for (int m = 0; m < tokens; m++) for (int d = 0; d < digits; d++) sums[p][m][d] = own[m][d] + more[m][d];
     }
-#endif
-    vi more[8][DIGITS]; /* two chains where there are few */
-    for (int m = 0; m < tokens; m++) for (int d = 0; d < digits; d++) more[m][d] = (vi){};
-    for (; at < to; at += codes) {
-        vu v = load_words(words + at / codes * ROWS);
-        for (int m = 0; m < tokens; m++) for (int d = 0; d < digits; d++) {
-            const int8_t *xm = x + d * plane + m * k->padded + at;
-            if (bits == 8) { sums[m][d] = dot4(sums[m][d], v, xm); continue; }
-            sums[m][d] = dot4(sums[m][d], LOW(v), xm);
-            if (tokens <= 2) more[m][d] = dot4(more[m][d], HIGH(v), xm + 4);
-            else sums[m][d] = dot4(sums[m][d], HIGH(v), xm + 4);
-        }
-    }
-    if (bits == 4 && tokens <= 2) for (int m = 0; m < tokens; m++) for (int d = 0; d < digits; d++) sums[m][d] += more[m][d];
 }
 
 INLINE void integer(struct work *k, const int bits, const int digits, const int tokens, int64_t panel, int token, vf out[][PARTS]) {
     const uint32_t *words = k->w->words + panel * ROWS * (k->padded / (32 / bits));
     for (int m = 0; m < tokens; m++) for (int p = 0; p < PARTS; p++) out[token + m][p] = (vf){};
-    for (int64_t n = 0; n < k->count; n++) for (int p = 0; p < PARTS; p++) {
-        int64_t corner = (panel * k->groups + k->pieces[n].group) * ROWS + p * LANES;
-        vf scale = load_scales(k->w, corner);
-        vi zero = load_zeros(k, corner), sums[8][DIGITS];
-        for (int m = 0; m < tokens; m++) for (int d = 0; d < digits; d++) sums[m][d] = (vi){};
-        dots(k, bits, digits, tokens, words + p * LANES, token, k->pieces[n].from, k->pieces[n].to, sums);
-        for (int m = 0; m < tokens; m++) {
-            int64_t where = (token + m) * k->count + n;
-            vf whole;
-            if (digits == 1) whole = __builtin_convertvector(sums[m][0] - zero * (int32_t)k->sums[where], vf);
-            else {
-                whole = __builtin_convertvector(sums[m][2], vf) * 65536.0f + (__builtin_convertvector(sums[m][1], vf) * 256.0f + __builtin_convertvector(sums[m][0], vf));
-                whole -= __builtin_convertvector(zero, vf) * k->sums[where];
+    for (int64_t n = 0; n < k->count; n++) {
+        vi sums[PARTS][8][DIGITS];
+        for (int p = 0; p < PARTS; p++) for (int m = 0; m < tokens; m++) for (int d = 0; d < digits; d++) sums[p][m][d] = (vi){};
+        dots(k, bits, digits, tokens, words, token, k->pieces[n].from, k->pieces[n].to, sums);
+        const int64_t corner = (panel * k->groups + k->pieces[n].group) * ROWS;
+#pragma GCC unroll 2
+        for (int p = 0; p < PARTS; p++) {
+            vf scale = load_scales(k->w, corner + p * LANES);
+            vi zero = load_zeros(k, corner + p * LANES);
+            for (int m = 0; m < tokens; m++) {
+                int64_t where = (token + m) * k->count + n;
+                const vi *sum = sums[p][m];
+                vf whole;
+                if (digits == 1) whole = __builtin_convertvector(sum[0] - zero * (int32_t)k->sums[where], vf);
+                else {
+                    whole = __builtin_convertvector(sum[2], vf) * 65536.0f + (__builtin_convertvector(sum[1], vf) * 256.0f + __builtin_convertvector(sum[0], vf));
+                    whole -= __builtin_convertvector(zero, vf) * k->sums[where];
+                }
+                out[token + m][p] += whole * (scale * k->steps[where]);
             }
-            out[token + m][p] += whole * (scale * k->steps[where]);
         }
     }
 }
