@@ -191,6 +191,7 @@ for server in "$@"; do
     esac
 done
 
+[ -e "$ROWS" ] || fail "there are no rows: QUANTFORGE_SERVERS_ONLY=${QUANTFORGE_SERVERS_ONLY:-*} is the name of no export"
 "$PYTHON" scripts/servers/live_table.py "$ROWS"
 cat >&2 <<TESTS
 
