@@ -1,7 +1,9 @@
 """Calls past the dispatcher: the operators' bits, and operators for everything that wants to see them."""
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantforge.kernels import eager, native
@@ -135,6 +138,36 @@ def test_tracers_see_the_operator() -> None:
         assert torch.equal(found(other), layer(other))
 
 
+class Scaled(Tensor):
+    """Twice its numbers, to operators of ours."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "w4a16_linear" in str(func):
+            return 2 * func(*(each.as_subclass(Tensor) if isinstance(each, cls) else each for each in args))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_catches_functions_of_torch_sees_the_operator() -> None:
+    layer, x = layer_of(), torch.randn(1, IN)
+    expected = layer(x)
+    assert torch.equal(layer(x.as_subclass(Scaled)).as_subclass(Tensor), 2 * expected)
+    with Functions() as seen:
+        layer(x)
+    assert any("w4a16_linear" in name for name in seen.names)
+    assert torch.equal(torch.fx.symbolic_trace(torch.nn.Sequential(layer))(x), expected)
+
+
 def test_tensors_without_values_are_for_the_operator() -> None:
     layer, x = layer_of(), torch.randn(1, IN)
     layer(x)
@@ -205,12 +238,77 @@ def test_other_tensors_are_taken_as_they_come(monkeypatch: pytest.MonkeyPatch) -
         assert torch.equal(layer(x.to(dtype)), by_operator(layer, x.to(dtype), monkeypatch))
 
 
-def test_damaged_buffers_are_refused() -> None:
+def test_what_does_not_belong_together_is_refused() -> None:
+    x = torch.randn(1, IN)
+    changes: dict[str, Callable[[PackedLinear], Any]] = {
+        "scales are": lambda layer: setattr(layer, "scales", layer.scales[:, :1]),
+        "bias is": lambda layer: setattr(layer, "bias", torch.nn.Parameter(torch.zeros(3), requires_grad=False)),
+        "expected floats": lambda layer: setattr(layer, "group_size", 16),
+        "on meta": lambda layer: layer.to("meta"),
+    }
+    for said, change in changes.items():
+        layer = layer_of(bias=True)
+        layer(x)
+        change(layer)
+        with pytest.raises(ValueError, match=said):
+            layer(x)
+
+
+def test_the_same_tensors_with_another_meaning_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(1, 512)
+
+    def views_scales(layer: PackedLinear) -> None:
+        layer.scales.data = layer.scales.data.view(torch.bfloat16)
+
+    def negates_scales(layer: PackedLinear) -> None:
+        layer.scales = torch._neg_view(layer.scales)
+
+    def keeps_activations(layer: PackedLinear) -> None:
+        layer.activations = "float"
+
+    def wants_gradients(layer: PackedLinear) -> None:
+        layer.scales = torch.nn.Parameter(layer.scales * 2)
+
+    def doubles_scales(layer: PackedLinear) -> None:
+        torch.nn.utils.parametrize.register_parametrization(layer, "scales", Double(), unsafe=True)
+
+    def transposes_scales(layer: PackedLinear) -> None:
+        layer.scales.transpose_(1, 2)  # 16 groups by 16 rows: the same shape
+
+    for change in (
+        views_scales, negates_scales, keeps_activations, wants_gradients, doubles_scales, transposes_scales
+    ):  # fmt: skip
+        layer = PackedLinear(512, OUT, bits=4, activations="int8-group")
+        codes, scales = torch.randint(0, 16, (OUT, 512), dtype=torch.uint8), torch.rand(OUT, 16).half()
+        layer.fill(Grid(codes, scales, torch.randint(0, 16, (OUT, 16), dtype=torch.uint8), torch.arange(512) // 32))
+        before = layer(x)
+        change(layer)
+        for _ in range(2):
+            after = layer(x)
+            assert torch.equal(after, by_operator(layer, x, monkeypatch)), change
+            assert not torch.equal(after, before), change
+
+
+class Double(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_nothing_is_kept_alive() -> None:
     layer, x = layer_of(), torch.randn(1, IN)
     layer(x)
-    layer.scales = layer.scales[:, :1]
-    with pytest.raises(ValueError, match="scales are"):
-        layer(x)
+    weight, scales = weakref.ref(layer.weight), weakref.ref(layer.scales)
+    layer.scales = layer.scales * 2
+    layer.to("meta")
+    gc.collect()
+    assert layer.direct is not None and weight() is None and scales() is None
+
+
+def test_a_module_of_before_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_of(), torch.randn(1, IN)
+    expected = layer(x)
+    del layer.__dict__["direct"]
+    assert torch.equal(layer(x), expected)
 
 
 def test_copies_have_addresses_of_their_own() -> None:

@@ -222,6 +222,17 @@ def test_a_machine_without_a_compiler_says_so_once(monkeypatch: pytest.MonkeyPat
         native.status.cache_clear()
 
 
+def test_integers_of_subnormal_inputs_do_not_wrap(level: str) -> None:
+    """The step is then a few units of the smallest number, so that a quotient can be beyond what 8 bits hold."""
+    smallest = 2.0**-149
+    codes = torch.full((16, 64), 9, dtype=torch.uint8)
+    packed = panels.pack(codes, torch.full((16, 1), 128.0), None, bits=4, group_size=64)
+    for count in (178, 190, -178, -190):
+        x = torch.full((1, 64), count * smallest)
+        y = torch.ops.quantforge.w4a8_linear(x, *packed, None, 64, 16)
+        assert torch.all(y.sign() == (1 if count > 0 else -1)), (count, y)
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_panels_unpack_to_what_was_packed(bits: int) -> None:
     for (out, inp), group in itertools.product(SHAPES, (8, 64, -1)):

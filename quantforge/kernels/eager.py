@@ -6,15 +6,17 @@ gradient, then for the arithmetic, which checks every tensor anew; and a small m
 (gradients, compilers, tracers, transforms, modes, profilers) gets them: `unobserved` tells when there is none.
 """
 
-from collections.abc import Mapping
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import profiler
 
 from quantforge.kernels import native
 from quantforge.kernels.ops import checked
+
+Settings = tuple[Any, ...]
+Tensors = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 
 MOST_TOKENS = 64
 """With more, the dispatcher's time does not show, and `ops` may have a better way."""
@@ -42,9 +44,9 @@ PLAIN = _key_sets(("CPU", "AutocastCPU", "ADInplaceOrView", "AutogradCPU"), ("CP
 
 KNOWN = (
     bool(QUIET and PLAIN)
-    and hasattr(torch._C, "_dispatch_tls_local_include_set")
-    and hasattr(torch._C, "_dispatch_keys")
-    and hasattr(profiler, "_is_profiler_enabled")
+    and all(hasattr(torch._C, f"_{name}") for name in ("dispatch_tls_local_include_set", "dispatch_keys"))
+    and hasattr(torch._C, "_len_torch_function_stack")
+    and hasattr(torch._C._autograd, "_profiler_enabled")
 )
 """Whether this torch can be asked. Else every call takes the operator's way."""
 
@@ -52,51 +54,71 @@ KNOWN = (
 def unobserved(x: Tensor) -> bool:
     """Whether all that an operator would do with `x` now is the CPU's arithmetic.
 
-    Subclasses, wrapped and lazily negated tensors have keys of their own. Compilers read False here.
+    Wrapped and lazily negated tensors have keys of their own. Compilers read False here.
     """
     return (
         KNOWN
+        and type(x) is Tensor
         and not torch.compiler.is_compiling()
+        and not torch._C._len_torch_function_stack()
         and torch._C._dispatch_tls_local_include_set().raw_repr() in QUIET
         and torch._C._dispatch_keys(x).raw_repr() in PLAIN
         and not x.requires_grad
-        and not profiler._is_profiler_enabled
+        and not torch._C._autograd._profiler_enabled()
     )
 
 
-class Direct:
-    """A layer's tensors in the layout `panels`, and the dtype of its inputs, as the compiled kernel is told of them.
+def plain(tensor: Tensor) -> bool:
+    """Whether a tensor, or a parameter, is numbers in the CPU's memory one after another, and nothing else."""
+    return torch._C._dispatch_keys(tensor).raw_repr() in PLAIN and tensor.is_contiguous() and not tensor.requires_grad
 
-    They are checked here, once; ValueError for what does not belong together. `integers` as `native.Matrix` has it.
+
+class Direct:
+    """A layer as the compiled kernel is told of it: addresses, and all that has to stay for them to be right.
+
+    Args:
+        settings: of the layer: bits, group_size, out_features, in_features, and whatever else changes results.
+        tensors: weight, scales, zeros and bias of the layer, `plain` ones; they are not kept alive.
+        dtype: of its inputs.
+        integers: as `native.Matrix` has it.
+
+    Raises ValueError for tensors that do not belong together.
     """
 
     def __init__(
-        self, library: Any, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
-        dtype: torch.dtype, bits: int, group_size: int, out_features: int, in_features: int, *, integers: bool,
-    ) -> None:  # fmt: skip
-        x = torch.empty(0, in_features, dtype=dtype)
-        sizes = native.Sizes(
-            bits, out_features, in_features, checked(x, weight, scales, zeros, bits, group_size, out_features)
-        )
-        self.library = library
+        self, library: Any, settings: Settings, tensors: Tensors, dtype: torch.dtype, *, integers: bool
+    ) -> None:
+        weight, scales, zeros, bias = tensors
+        bits, group_size, out_features, in_features = settings[:4]
+        x = torch.empty(0, in_features, dtype=dtype, device="cpu")
+        group = checked(x, weight, scales, zeros, bias, bits, group_size, out_features)
+        sizes = native.Sizes(bits, out_features, in_features, group)
+        self.library, self.settings, self.dtype = library, settings, dtype
         self.matrix = native.Matrix(weight, scales, zeros, bias, dtype, sizes, integers=integers)
+        self.known = [_nothing if tensor is None else weakref.ref(tensor) for tensor in tensors]
+        self.facts = _facts(tensors)
 
-    def serves(self, buffers: Mapping[str, Tensor | None], bias: Tensor | None, x: Tensor) -> bool:
-        """Whether the layer's tensors are still these, where they were, the library is in use, and x of the dtype."""
-        matrix, weight, scales, zeros = self.matrix, buffers["weight"], buffers["scales"], buffers["zeros"]
+    def serves(self, settings: Settings, tensors: Tensors, dtype: torch.dtype) -> bool:
+        """Whether these are the settings and tensors, unchanged but for their numbers, and the library is in use."""
+        weight, scales, zeros, bias = self.known
         return (
-            weight is matrix.weight
-            and scales is matrix.scales
-            and zeros is matrix.zeros
-            and bias is matrix.bias
-            and (bias is None or not bias.requires_grad)
-            and x.dtype is matrix.dtype
+            dtype is self.dtype
+            and settings == self.settings
+            and tensors[0] is weight()
+            and tensors[1] is scales()
+            and tensors[2] is zeros()
+            and tensors[3] is bias()
+            and _facts(tensors) == self.facts
             and native.status().library is self.library
-            and matrix.addresses
-            == (
-                weight.data_ptr(),
-                scales.data_ptr(),
-                None if zeros is None else zeros.data_ptr(),
-                None if bias is None else bias.data_ptr(),
-            )
         )
+
+
+def _nothing() -> None:
+    """What stands for a reference to a tensor that is not there."""
+
+
+def _facts(tensors: Tensors) -> list[Any]:
+    """What can change of a tensor that stays the same object, besides its numbers."""
+    return [
+        None if t is None else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous(), t.requires_grad) for t in tensors
+    ]

@@ -9,12 +9,15 @@ from torch.nn import functional
 
 from quantforge.kernels import int4pack, native, panels, planar, reference, rows
 from quantforge.kernels import ops as _ops  # noqa: F401  (registers the operators)
-from quantforge.kernels.eager import MOST_TOKENS, Direct, unobserved
+from quantforge.kernels.eager import MOST_TOKENS, Direct, Settings, Tensors, plain, unobserved
 from quantforge.numerics.activations import quantize_tokens
 from quantforge.spec import ActivationSpec
 
 Activations = Literal["float", "int8-token", "int8-group"]
 """What is done to inputs: nothing; INT8 per token, as W8A8 checkpoints ask; INT8 for each group, for speed."""
+
+
+BUFFERS = ("weight", "scales", "zeros", "input_order")
 
 
 class Grid(NamedTuple):
@@ -42,6 +45,7 @@ class PackedLinear(nn.Module):
         bias: a parameter [out], or None.
     """
 
+    direct: Direct | None = None
     weight: Tensor | None
     scales: Tensor | None
     zeros: Tensor | None
@@ -62,8 +66,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features, self.bits = in_features, out_features, bits
         self.activations: Activations = activations
         self.group_size, self.layout = -1, "empty"
-        self.direct: Direct | None = None
-        for name in ("weight", "scales", "zeros", "input_order"):
+        for name in BUFFERS:
             self.register_buffer(name, None)
         self.bias = (
             nn.Parameter(torch.empty(out_features, dtype=dtype, device=device), requires_grad=False) if bias else None
@@ -223,32 +226,35 @@ class PackedLinear(nn.Module):
 
     def _at_once(self, x: Tensor) -> Tensor | None:
         """The same for a few tokens on the CPU, past the dispatcher; None for what needs an operator."""
-        count = self.in_features
+        count, dtype, bias = self.in_features, x.dtype, self.bias
         if self.layout != "panels" or not 0 < x.numel() <= MOST_TOKENS * count or x.shape[-1:] != (count,):
             return None
-        if (order := self._buffers["input_order"]) is not None:
+        own = self._buffers
+        try:
+            weight, scales, zeros, order = own["weight"], own["scales"], own["zeros"], own["input_order"]
+        except KeyError:  # somebody has made a parameter of one, or a property
+            return None
+        if weight is None or scales is None or (bias is not None and bias.dtype is not dtype):
+            return None
+        if order is not None:
             x = x.index_select(-1, order)
         if not x.is_contiguous():
             return None
-        direct, bias = self.direct, self.bias
-        if direct is None or not direct.serves(self._buffers, bias, x):
-            direct = self.direct = self._prepared(x.dtype)
+        settings = (self.stored_bits, self.group_size, self.out_features, count, self.bits, self.activations)
+        tensors = (weight, scales, zeros, bias)
+        direct = self.direct
+        if direct is None or not direct.serves(settings, tensors, dtype):
+            direct = self.direct = self._prepared(settings, tensors, dtype)
         return None if direct is None else native.linear(direct.library, direct.matrix, x)
 
-    def _prepared(self, dtype: torch.dtype) -> Direct | None:
-        weight, scales, bias, library = self.weight, self.scales, self.bias, native.status().library
-        rounds = self.rounds_groups or self._whole_int8(self.zeros is None)
-        if library is None or weight is None or scales is None or dtype not in native.TYPES:
+    def _prepared(self, settings: Settings, tensors: Tensors, dtype: torch.dtype) -> Direct | None:
+        library = native.status().library
+        rounds = self.rounds_groups or self._whole_int8(tensors[2] is None)
+        if library is None or dtype not in native.TYPES or (self.activations == "int8-token" and not rounds):
             return None
-        if self.activations == "int8-token" and not rounds:
+        if not all(tensor is None or plain(tensor) for tensor in tensors):
             return None
-        if bias is not None and (bias.dtype != dtype or not unobserved(bias)):
-            return None
-        tensors = (weight, scales, self.zeros, bias)
-        if not all(each is None or each.is_contiguous() for each in tensors):
-            return None
-        sizes = (self.stored_bits, self.group_size, self.out_features, self.in_features)
-        return Direct(library, *tensors, dtype, *sizes, integers=rounds)
+        return Direct(library, settings, tensors, dtype, integers=rounds)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without addresses, which mean nothing to a copy."""
@@ -262,7 +268,7 @@ class PackedLinear(nn.Module):
             return self
         device = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)).device
         if device.type == self.weight.device.type or device.type == "meta":
-            for name in ("weight", "scales", "zeros", "input_order"):
+            for name in BUFFERS:
                 if (tensor := getattr(self, name)) is not None:
                     setattr(self, name, tensor.to(device))
         else:

@@ -66,19 +66,19 @@ class Sizes(NamedTuple):
 class Matrix:
     """A matrix in the layout of `panels`, and what is multiplied by it, as the library is told.
 
-    It keeps the tensors and copies nothing; nothing is checked. All are contiguous, `bias` has the dtype of x.
-    `integers`: activations are rounded to 8 bits, per group, or per token where a row is one group of 8-bit codes.
+    These are addresses: the tensors, contiguous and on the CPU, must outlive every use. Nothing is checked. `bias` has
+    the dtype of x. `integers`: activations are rounded to 8 bits, per group, or per token where a row is one group of
+    8-bit codes.
     """
 
     def __init__(
         self, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, dtype: torch.dtype,
         sizes: Sizes, *, integers: bool = False,
     ) -> None:  # fmt: skip
-        self.weight, self.scales, self.zeros, self.bias = weight, scales, zeros, bias
-        self.out_features, self.in_features, self.dtype = sizes.out_features, sizes.in_features, dtype
+        self.out_features, self.in_features = sizes.out_features, sizes.in_features
         self.elements = sizes.out_features * sizes.in_features
-        self.addresses = tuple(None if each is None else each.data_ptr() for each in (weight, scales, zeros, bias))
-        self._struct = _Struct(*self.addresses, _pool(), *sizes, TYPES[scales.dtype], TYPES[dtype], integers)
+        addresses = (None if each is None else each.data_ptr() for each in (weight, scales, zeros, bias))
+        self._struct = _Struct(*addresses, _pool(), *sizes, TYPES[scales.dtype], TYPES[dtype], integers)
         self.address = ctypes.addressof(self._struct)
 
 

@@ -43,8 +43,9 @@ for _name, _schema in SCHEMAS.items():
 
 
 def checked(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, out_features: int
-) -> int:
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+    bits: int, group_size: int, out_features: int,
+) -> int:  # fmt: skip
     """The group size in whole words; ValueError for what would be read out of bounds."""
     in_features = x.shape[-1]
     group = group_inputs(group_size, in_features)
@@ -59,16 +60,16 @@ def checked(
         raise ValueError(f"scales are {scales.dtype} {list(scales.shape)}; expected floats {list(corners)}")
     if zeros is not None and (tuple(zeros.shape) != corners or zeros.dtype != torch.uint8):
         raise ValueError(f"zeros are {zeros.dtype} {list(zeros.shape)}; expected uint8 {list(corners)}")
-    if x.dtype not in native.TYPES:
-        raise ValueError(f"x is {x.dtype}; expected float32, bfloat16 or float16")
+    _check_float(x, bias, out_features)
     if not panels.fits(in_features, group, bits):
         raise ValueError(f"groups of {group} inputs do not end where words of {bits}-bit codes do")
     return -(-group * bits // 32) * 32 // bits
 
 
 def _checked_int4pack(
-    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, out_features: int
-) -> int:
+    x: Tensor, weight: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None,
+    bits: int, group_size: int, out_features: int,
+) -> int:  # fmt: skip
     """The group size; ValueError for what does not belong together."""
     in_features = x.shape[-1]
     if not int4pack.fits(in_features, group_size, bits):
@@ -82,9 +83,15 @@ def _checked_int4pack(
     for name, (tensor, expected) in shapes.items():
         if tensor is not None and tuple(tensor.shape) != expected:
             raise ValueError(f"{name} are {list(tensor.shape)}; expected {list(expected)}")
+    _check_float(x, bias, out_features)
+    return group_size
+
+
+def _check_float(x: Tensor, bias: Tensor | None, out_features: int) -> None:
     if x.dtype not in native.TYPES:
         raise ValueError(f"x is {x.dtype}; expected float32, bfloat16 or float16")
-    return group_size
+    if bias is not None and tuple(bias.shape) != (out_features,):
+        raise ValueError(f"bias is {list(bias.shape)}; expected {[out_features]}")
 
 
 def _cpu_linear(
@@ -96,11 +103,8 @@ def _cpu_linear(
         raise ValueError(f"x is {list(x.shape)}; it has no inputs")
     stock = weight.dtype == torch.uint8
     check = _checked_int4pack if stock else checked
-    group = check(x, weight, scales, zeros, bits, group_size, out_features)
-    if bias is not None:
-        if tuple(bias.shape) != (out_features,):
-            raise ValueError(f"bias is {list(bias.shape)}; expected {[out_features]}")
-        bias = bias.to(x.dtype).contiguous()
+    group = check(x, weight, scales, zeros, bias, bits, group_size, out_features)
+    bias = None if bias is None else bias.to(x.dtype).contiguous()
     flat = x.reshape(-1, in_features).contiguous()
     packed = (weight.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous())
     library = native.status().library
@@ -117,7 +121,7 @@ def _cpu_linear(
             and x.dtype == torch.bfloat16
             and native.multiplies_bfloat16()
         ):
-            y = _matmul(library, matrix, flat)
+            y = _matmul(library, matrix, flat, bias)
         else:
             y = native.linear(library, matrix, flat)
     return y.view(*x.shape[:-1], out_features)
@@ -148,7 +152,7 @@ def _plain(
     return panels.dequantize(weight, scales, zeros, **sizes)
 
 
-def _matmul(library: Any, matrix: native.Matrix, x: Tensor) -> Tensor:
+def _matmul(library: Any, matrix: native.Matrix, x: Tensor, bias: Tensor | None) -> Tensor:
     """Many tokens of bfloat16: some columns of the weight after others, rounded to bfloat16, by torch's own product."""
     in_features, out_features = matrix.in_features, matrix.out_features
     y = x.new_empty(len(x), out_features)
@@ -159,7 +163,7 @@ def _matmul(library: Any, matrix: native.Matrix, x: Tensor) -> Tensor:
         some = buffer[: width * in_features].view(in_features, width)
         native.transpose_into(some, library, matrix, column=column)
         torch.matmul(x, some, out=y) if width == out_features else y[:, column : column + width].copy_(x @ some)
-    return y if matrix.bias is None else y.add_(matrix.bias)
+    return y if bias is None else y.add_(bias)
 
 
 def _w4a16_cpu(
@@ -191,7 +195,7 @@ def _transposed_cpu(
     shape = torch.empty(0, in_features, dtype=dtype)
     stock = weight.dtype == torch.uint8
     check = _checked_int4pack if stock else checked
-    group = check(shape, weight, scales, zeros, bits, group_size, out_features)
+    group = check(shape, weight, scales, zeros, None, bits, group_size, out_features)
     packed = (weight.contiguous(), scales.contiguous(), None if zeros is None else zeros.contiguous())
     library = native.status().library
     if stock or library is None:
@@ -235,6 +239,8 @@ def _transposed_gpu(
 
 
 def _fake(x: Tensor, weight: Tensor, scales: Tensor, *rest: Any) -> Tensor:
+    if weight.device.type == "meta" and x.device.type != "meta":
+        raise ValueError(f"x is on {x.device}, and the weight is on meta, without numbers")
     return x.new_empty((*x.shape[:-1], rest[-1]))
 
 

@@ -497,7 +497,7 @@ static void prepare_integers(struct work *k) {
             } else if (k->digits == 1) {
                 for (int64_t i = from; i < to; i++) {
                     float r = rintf(x[i] / step);
-                    q[i] = (int8_t)(r > 127.0f ? 127.0f : r);
+                    q[i] = (int8_t)(r > 127.0f ? 127.0f : r < -128.0f ? -128.0f : r); /* a subnormal step is coarse */
                     total += q[i];
                 }
             } else {
