@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from quantforge.errors import UsageError
 from quantforge.presets import Preset, find_preset
-from quantforge.recipe import BUDGETS, CalibrationRecipe, Recipe
-from quantforge.rules import Rule, explain_rule, is_rules, nearest_field
+from quantforge.recipe import BUDGETS, CalibrationRecipe, Recipe, explain
+from quantforge.rules import Rule, is_rules, nearest_field
 from quantforge.schemes import contradictions, find_scheme, in_words
 from quantforge.shipped import shipped_recipes, suggestion
 from quantforge.synonyms import SYNONYMS, WITHOUT_COUNTERPART, OptionValue
@@ -231,8 +231,10 @@ def _merged(readings: Sequence[_Reading]) -> ResolvedRecipe:
     problems = [problem for reading in readings for problem in reading.problems]
     try:
         recipe = Recipe(**merged)
-    except ValidationError as error:
-        raise UsageError("\n".join(dict.fromkeys(problems + _explain(error, origins)))) from error
+    except UsageError as error:
+        if not isinstance(cause := error.__cause__, ValidationError):
+            raise
+        raise UsageError("\n".join(dict.fromkeys(problems + explain(cause, origins)))) from cause
     if problems:
         raise UsageError("\n".join(problems))
     return ResolvedRecipe(recipe, tuple(note for reading in readings for note in reading.notes) + tuple(notes))
@@ -277,27 +279,3 @@ def _explain_preset(preset: Preset, values: Mapping[str, Any], given: set[str]) 
     said = f"; {passed_over} as given" if passed_over else ""
     why = f" ({preset.summary})" if values else ""
     return f"preset {preset.name} is read as {', '.join(in_force) or 'the defaults'}{said}{why}"
-
-
-def _explain(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
-    """Pydantic's findings in our words: where it was written, what is expected, what was found."""
-    problems = []
-    for found in error.errors():
-        if not found["loc"]:  # several settings that contradict each other
-            problems.append(str(found["ctx"]["error"]))
-            continue
-        if found["loc"][:1] == ("rules",) and len(found["loc"]) > 2:
-            problems.append(
-                f"{origins.get('rules', 'recipe')}: {explain_rule(found['loc'][1:], found['type'], found['input'])}"
-            )
-            continue
-        section = found["loc"][0] if found["loc"] and found["loc"][0] in ("calibration", "options") else None
-        name = ".".join(map(str, found["loc"][: 2 if section else 1]))
-        if found["type"] == "missing":
-            problems.append(f"no {name} is given; it is {Recipe.model_fields[name].description}")
-            continue
-        fields = CalibrationRecipe.model_fields if section == "calibration" else Recipe.model_fields
-        field = fields.get(name.rpartition(".")[2])
-        expected = (field.description if field else None) or "true, false, a number or a string"
-        problems.append(f"{origins.get(name, 'recipe')}: {name} must be {expected}; got {found['input']!r}")
-    return problems

@@ -3,14 +3,23 @@
 The settings, without model and output, are kept beside the weights under ``recipe`` of ``quantforge.json``.
 """
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from quantforge.errors import UsageError
-from quantforge.rules import BITS_HELP, Rule, checked_bits, checked_group_size
+from quantforge.rules import BITS_HELP, Rule, checked_bits, checked_group_size, explain_rule
 from quantforge.sizes import parse_size
 from quantforge.spec import KvCacheName, kv_cache_name
 from quantforge.synonyms import OptionValue
@@ -143,6 +152,14 @@ class Recipe(BaseModel):
             raise ValueError(f"candidate_bits needs a budget: {', '.join(BUDGETS)}")
         return self
 
+    @model_validator(mode="wrap")  # the last one: around all others
+    @classmethod
+    def _in_words(cls, settings: Any, build: ModelWrapValidatorHandler["Recipe"]) -> "Recipe":
+        try:
+            return build(settings)
+        except ValidationError as error:
+            raise UsageError("\n".join(explain(error, {}))) from error
+
     @property
     def budget(self) -> str | None:
         """The name of the budget in force."""
@@ -156,6 +173,34 @@ class Recipe(BaseModel):
     @property
     def max_shard_bytes(self) -> int:
         return parse_size(self.max_shard_size)
+
+
+def explain(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
+    """Pydantic's findings in our words: where (`origins`, by setting), what is expected, what was found."""
+    problems = []
+    for found in error.errors():
+        if not found["loc"]:  # several settings that contradict each other
+            problems.append(str(found["ctx"]["error"]))
+            continue
+        if found["loc"][:1] == ("rules",) and len(found["loc"]) > 2:
+            problems.append(
+                f"{origins.get('rules', 'recipe')}: {explain_rule(found['loc'][1:], found['type'], found['input'])}"
+            )
+            continue
+        section = found["loc"][0] if found["loc"] and found["loc"][0] in ("calibration", "options") else None
+        name = ".".join(map(str, found["loc"][: 2 if section else 1]))
+        if found["type"] == "missing":
+            problems.append(f"no {name} is given; it is {Recipe.model_fields[name].description}")
+            continue
+        if found["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(name, Recipe.model_fields, n=1)
+            problems.append(f"there is no setting {name!r}{f'; did you mean {close[0]!r}?' if close else ''}")
+            continue
+        fields = CalibrationRecipe.model_fields if section == "calibration" else Recipe.model_fields
+        field = fields.get(name.rpartition(".")[2])
+        expected = (field.description if field else None) or "true, false, a number or a string"
+        problems.append(f"{origins.get(name, 'recipe')}: {name} must be {expected}; got {found['input']!r}")
+    return problems
 
 
 def default_output(recipe: Recipe, group_size: int | None) -> str:

@@ -3,6 +3,7 @@
 Nothing here holds a wall-clock time that would end up in an output directory: two runs of one job are byte-identical.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -236,10 +237,18 @@ class RunReport:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Calibration sequences are being sampled from the model itself, which takes a while."""
+    """Calibration sequences are about to be sampled from the model itself, which takes a while.
+
+    What is put into `watchers` is called meanwhile, with the steps that are done and all of them.
+    """
 
     sequences: int
     tokens: int
+    watchers: list[Callable[[int, int], None]] = field(default_factory=list, compare=False, repr=False)
+
+    def progress(self, done: int, steps: int) -> None:
+        for watcher in self.watchers:
+            watcher(done, steps)
 
 
 @dataclass(frozen=True)

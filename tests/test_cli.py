@@ -320,7 +320,7 @@ def test_a_fallback_is_shown_once_with_its_layer_and_once_at_the_end(
     ("error", "code", "message"),
     [
         (VerifyError(["site a differs", "site b differs"]), 1, "error: site a differs\nsite b differs\n"),
-        (KeyboardInterrupt(), 130, "finished layers are kept; run the same command again to continue"),
+        (KeyboardInterrupt(), 130, "what is finished is kept: layers, and sampled tokens once all are; run the same"),
         (OSError(errno.ENOSPC, "No space left on device", "/data/x"), 1, "the disk is full while writing /data/x"),
         (RuntimeError("I/O error: No space left on device (os error 28)"), 1, "the disk is full; free some space"),
         (PermissionError(errno.EACCES, "Permission denied", "/data/x"), 1, "error: Permission denied: /data/x"),

@@ -543,7 +543,9 @@ def test_sampled_tokens_follow_the_models_own_distribution(tiny_llama: Path) -> 
 
     from quantforge.model.sampling import sample_sequences
 
-    tokens = sample_sequences(tiny_llama, 96, 24, seed=1)
+    told: list[tuple[int, int]] = []
+    tokens = sample_sequences(tiny_llama, 96, 24, seed=1, progress=lambda *steps: told.append(steps))
+    assert told == [(step, 3 * 23) for step in range(1, 3 * 23 + 1)]  # 32 sequences at once
     assert tokens.shape == (96, 24) and tokens.dtype == torch.int64
     assert len(tokens[:, 0].unique()) > 60  # the first is uniform over 256
     model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)

@@ -350,3 +350,18 @@ def test_option_values_are_typed_as_in_yaml(text: str, value: Any) -> None:
 )
 def test_the_default_output_says_model_and_grid(model: str, group_size: int | None, symmetric: bool, name: str) -> None:
     assert default_output(Recipe(model=model, symmetric=symmetric), group_size) == name
+
+
+def test_a_wrong_recipe_in_python_is_an_error_of_ours_in_words() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model": "x", "bitz": 4}, "there is no setting 'bitz'; did you mean 'bits'?"),
+        ({"model": "x", "bits": 5}, "recipe: bits must be one of 2, 3, 4, 8; got 5"),
+        ({}, "no model is given; it is a local directory or a hub id"),
+        ({"model": "x", "bits": 4, "avg_bits": 3.5}, "avg_bits has the bits chosen, so bits cannot be given too"),
+    ]
+    for settings, said in wrong:
+        with pytest.raises(UsageError) as caught:
+            Recipe(**settings)
+        assert said in str(caught.value) and "pydantic" not in str(caught.value)
+        with pytest.raises(UsageError):
+            Recipe.model_validate(settings)

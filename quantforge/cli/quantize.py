@@ -178,7 +178,9 @@ def quantize(
         else:
             _one(ui, variants[0], dry_run)
     except KeyboardInterrupt:
-        ui.insist("finished layers are kept; run the same command again to continue")
+        ui.insist(
+            "what is finished is kept: layers, and sampled tokens once all are; run the same command again to continue"
+        )
         raise
 
 

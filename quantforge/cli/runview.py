@@ -93,6 +93,7 @@ class RunView:
         match event:
             case events.Sampling(sequences=sequences, tokens=tokens):
                 self._stage(f"sampling {sequences} x {tokens} calibration tokens from the model itself")
+                event.watchers.append(self._sampling)
             case events.Weighing(done=done, steps=steps):
                 self._pass("weighing calibration tokens", done, steps)
             case events.Tuning(step=step, steps=steps, kl=kl):
@@ -128,9 +129,15 @@ class RunView:
 
     def _pass(self, what: str, done: int, steps: int) -> None:
         """Of a pass over the whole model, forward and backward: a line at each fifth of the way, with the time left."""
+        self._fifths(what, done, steps, " of a pass forward and backward")
+
+    def _sampling(self, done: int, steps: int) -> None:
+        self._fifths("sampling calibration tokens", done, steps)
+
+    def _fifths(self, what: str, done: int, steps: int, of: str = "") -> None:
         eta = self._eta(done, steps)
         if done == 1 or 5 * done // steps != 5 * (done - 1) // steps:
-            self._stage(f"{what}: {100 * done // steps}% of a pass forward and backward{eta and ', '}{eta}")
+            self._stage(f"{what}: {100 * done // steps}%{of}{eta and ', '}{eta}")
 
     def _tuning(self, step: int, steps: int, kl: float) -> None:
         eta = self._eta(step, steps)

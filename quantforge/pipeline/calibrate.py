@@ -42,13 +42,14 @@ def calibrate(recipe: Recipe, plan: Plan, works: Sequence[Path]) -> Generator[Ev
         request, seqlen = _sampling_request(recipe, plan), min(asked.seqlen, longest or asked.seqlen)
         tokens = next((found for work in works if (found := sampled_tokens(work, request)) is not None), None)
         if tokens is None:
-            yield Sampling(asked.nsamples, seqlen)
+            yield (sampling := Sampling(asked.nsamples, seqlen))
             tokens = sample_sequences(
                 plan.checkpoint.path,
                 asked.nsamples,
                 seqlen,
                 device=str(plan.streamed.device),
                 trust_remote_code=recipe.trust_remote_code,
+                progress=sampling.progress,
             )
         return CalibrationSet(tokens, "sampled from the model itself, temperature 1, seed 0", asked.nsamples, bos=False)
     calibration = build_calibration(
