@@ -117,8 +117,22 @@ def _nothing() -> None:
     """What stands for a reference to a tensor that is not there."""
 
 
-def _facts(tensors: Tensors) -> list[Any]:
-    """What can change of a tensor that stays the same object, besides its numbers."""
-    return [
-        None if t is None else (t.data_ptr(), t.dtype, t.shape, t.is_contiguous(), t.requires_grad) for t in tensors
-    ]
+def _facts(tensors: Tensors) -> tuple[Any, ...]:
+    """What can change of a tensor that stays the same object, besides its numbers. Spelled out: each call asks."""
+    w, s, z, b = tensors
+    facts: tuple[Any, ...] = (
+        w.data_ptr(),
+        w.numel(),
+        w.dtype,
+        w.is_contiguous(),
+        s.data_ptr(),
+        s.numel(),
+        s.dtype,
+        s.is_contiguous(),
+        s.requires_grad,
+    )
+    if z is not None:
+        facts += (z.data_ptr(), z.numel(), z.dtype, z.is_contiguous())
+    if b is not None:
+        facts += (b.data_ptr(), b.numel(), b.dtype, b.is_contiguous(), b.requires_grad)
+    return facts
