@@ -43,6 +43,7 @@ class PackedLinear(nn.Module):
         weight, scales, zeros: buffers in that layout. `zeros` is None where all are the middle code.
         input_order: int64 [in], which input of x comes where; None when they stay in place.
         bias: a parameter [out], or None.
+        direct: what the last call past the dispatcher was made with; None before the first and in copies.
     """
 
     direct: Direct | None = None
