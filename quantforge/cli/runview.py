@@ -158,7 +158,7 @@ class RunView:
         self._total, self._done = event.layers, event.done
         self._pace.left += event.layers - event.done
         self.ui.notes(event.notes)
-        if event.done:
+        if 0 < event.done < event.layers:
             self._say(f"resuming: {event.done} of {event.layers} layers were already done")
         if self.bar is not None:
             self._task = self.bar.add_task(

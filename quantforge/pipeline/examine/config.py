@@ -156,10 +156,9 @@ def check_side_files(files: Files) -> Iterator[Finding]:
         return
     settings = files.objects.get("tokenizer_config.json", {})
     if settings.get("tokenizer_class") == FIVE_ONLY_CLASS:
-        text = f"tokenizer_class is {FIVE_ONLY_CLASS}, which transformers before 5 does not know and servers may be of"
-        yield warning(
-            "tokenizer-class", "tokenizer_config.json", f"{text}; {OLDER_CLASS} is the same, and known to both"
-        )
+        text = f"tokenizer_class is {FIVE_ONLY_CLASS}, a name that a server with transformers before 5 does not know"
+        advice = f"{OLDER_CLASS} is the same class, known to both, and can be put in its place"
+        yield warning("tokenizer-class", "tokenizer_config.json", f"{text}; {advice}")
     if has_chat_template(files):
         return
     markers = [marker for marker in CHAT_MARKERS if marker in set(_special_tokens(files))]
