@@ -192,12 +192,13 @@ def explain(error: ValidationError, origins: Mapping[str, str]) -> list[str]:
         if found["type"] == "missing":
             problems.append(f"no {name} is given; it is {Recipe.model_fields[name].description}")
             continue
+        fields = CalibrationRecipe.model_fields if section == "calibration" else Recipe.model_fields
+        leaf = name.rpartition(".")[2]
         if found["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, Recipe.model_fields, n=1)
+            close = difflib.get_close_matches(leaf, fields, n=1)
             problems.append(f"there is no setting {name!r}{f'; did you mean {close[0]!r}?' if close else ''}")
             continue
-        fields = CalibrationRecipe.model_fields if section == "calibration" else Recipe.model_fields
-        field = fields.get(name.rpartition(".")[2])
+        field = fields.get(leaf)
         expected = (field.description if field else None) or "true, false, a number or a string"
         problems.append(f"{origins.get(name, 'recipe')}: {name} must be {expected}; got {found['input']!r}")
     return problems

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +240,7 @@ def layer(threads: int, rounds: int) -> dict[str, Any]:
 
     from quantforge.kernels import native
     from quantforge.kernels.linear import Grid, PackedLinear
-    from quantforge.runtime.bench import machine
+    from quantforge.runtime.bench import least, machine
 
     torch.set_num_threads(threads)
     size, groups = 4096, 64
@@ -249,14 +250,8 @@ def layer(threads: int, rounds: int) -> dict[str, Any]:
     grid = Grid(codes, torch.rand(size, groups).half(), zeros, torch.arange(size) // (size // groups))
     x = torch.randn(1, size, dtype=torch.bfloat16)
 
-    def least(calls: list[Any]) -> float:
-        times = []
-        for _ in range(rounds):
-            for call in calls:
-                began = time.perf_counter()
-                call()
-                times.append(time.perf_counter() - began)
-        return round(min(times) * 1e3, 3)
+    def milliseconds(calls: list[Any]) -> float:
+        return round(least(calls, rounds, x.device) * 1e3, 3)
 
     for level in native.LEVELS:
         try:
@@ -272,9 +267,10 @@ def layer(threads: int, rounds: int) -> dict[str, Any]:
             for each in layers:
                 each.fill(grid)
             with torch.inference_mode():
-                found[f"{level}, {activations}"] = least([lambda each=each: each(x) for each in layers])
+                found[f"{level}, {activations}"] = milliseconds([partial(each, x) for each in layers])
                 words = [each.weight.view(torch.int64) for each in layers if each.weight is not None]
-                found["read"] = min(found.get("read", 1e9), least([lambda w=w: torch.sum(w) for w in words]))
+                read = milliseconds([partial(torch.sum, word) for word in words])
+                found["read"] = min(found.get("read", read), read)
     return found
 
 

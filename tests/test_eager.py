@@ -4,8 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,15 +40,9 @@ def layer_of(
     return layer
 
 
-@contextmanager
-def operators_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def by_operator(layer: PackedLinear, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     with monkeypatch.context() as patch:
         patch.setattr("quantforge.kernels.linear.unobserved", lambda x: False)
-        yield
-
-
-def by_operator(layer: PackedLinear, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    with operators_only(monkeypatch):
         return layer(x)
 
 
@@ -80,7 +73,7 @@ def test_results_are_those_of_the_operator(
     assert (layer.direct is None) == (settings.get("activations") == "int8-token" and "group" not in settings)
 
 
-def test_strided_inputs_and_wrong_ones_are_the_operators_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strided_inputs_and_wrong_ones_are_the_operators_matter() -> None:
     layer = layer_of()
     for x in (torch.randn(IN, 3).t(), torch.randn(3, 2 * IN)[:, ::2], torch._neg_view(torch.randn(2, IN))):
         assert torch.equal(layer(x), layer(x.clone().contiguous()))
@@ -176,7 +169,7 @@ def test_tensors_without_values_are_for_the_operator() -> None:
     assert not eager.unobserved(torch.empty(1, IN, device="meta"))
 
 
-def test_a_gradient_goes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_goes_through() -> None:
     layer = layer_of(bias=True)
     layer(torch.randn(1, IN))
     x = torch.randn(1, IN, requires_grad=True)
@@ -304,7 +297,7 @@ def test_nothing_is_kept_alive() -> None:
     assert layer.direct is not None and weight() is None and scales() is None
 
 
-def test_a_module_of_before_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_before_can_be_called() -> None:
     layer, x = layer_of(), torch.randn(1, IN)
     expected = layer(x)
     del layer.__dict__["direct"]

@@ -355,6 +355,7 @@ def test_the_default_output_says_model_and_grid(model: str, group_size: int | No
 def test_a_wrong_recipe_in_python_is_an_error_of_ours_in_words() -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"model": "x", "bitz": 4}, "there is no setting 'bitz'; did you mean 'bits'?"),
+        ({"model": "x", "calibration": {"nsample": 4}}, "no setting 'calibration.nsample'; did you mean 'nsamples'?"),
         ({"model": "x", "bits": 5}, "recipe: bits must be one of 2, 3, 4, 8; got 5"),
         ({}, "no model is given; it is a local directory or a hub id"),
         ({"model": "x", "bits": 4, "avg_bits": 3.5}, "avg_bits has the bits chosen, so bits cannot be given too"),

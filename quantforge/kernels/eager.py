@@ -44,8 +44,10 @@ PLAIN = _key_sets(("CPU", "AutocastCPU", "ADInplaceOrView", "AutogradCPU"), ("CP
 
 KNOWN = (
     bool(QUIET and PLAIN)
-    and all(hasattr(torch._C, f"_{name}") for name in ("dispatch_tls_local_include_set", "dispatch_keys"))
-    and hasattr(torch._C, "_len_torch_function_stack")
+    and all(
+        hasattr(torch._C, name)
+        for name in ("_dispatch_tls_local_include_set", "_dispatch_keys", "_len_torch_function_stack")
+    )
     and hasattr(torch._C._autograd, "_profiler_enabled")
 )
 """Whether this torch can be asked. Else every call takes the operator's way."""

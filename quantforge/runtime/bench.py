@@ -237,20 +237,20 @@ def _layer_times(model: nn.Module, counts: tuple[int, ...], repeats: int, *, den
         read = None
         if device.type == "cpu":
             words = [layer.weight.view(torch.int64) for layer in some if layer.weight is not None]
-            read = _least([partial(torch.sum, word) for word in words], repeats, device)
+            read = least([partial(torch.sum, word) for word in words], repeats, device)
         for tokens in counts:
             x = torch.randn(tokens, inp, dtype=torch.bfloat16, device=device)
-            packed = _least([partial(layer, x) for layer in some], repeats, device)
+            packed = least([partial(layer, x) for layer in some], repeats, device)
             times = {}
             for name, own in matrices.items():
                 value = x.to(DTYPES[name])
-                times[name] = _least([partial(functional.linear, value, w) for w in own], repeats, device)
+                times[name] = least([partial(functional.linear, value, w) for w in own], repeats, device)
             size = some[0].packed_bytes
             share = None if speed is None else size / packed / speed
             yield LayerTime(out, inp, bits, group, len(layers), tokens, packed, times, size, read, share)
 
 
-def _least(calls: list[Callable[[], Any]], repeats: int, device: torch.device) -> float:
+def least(calls: list[Callable[[], Any]], repeats: int, device: torch.device) -> float:
     """Seconds of the fastest of the calls, which take turns."""
     least = float("inf")
     for _ in range(repeats):
